@@ -1,0 +1,73 @@
+# Everything runs inside .venv, which `setup` makes; nothing has to be installed or exported by hand.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+BIN := $(CURDIR)/.venv/bin
+# CMake finds ninja on the path.
+CMAKE := PATH="$(BIN):$$PATH" $(BIN)/cmake
+CTEST := PATH="$(BIN):$$PATH" $(BIN)/ctest -j $(shell nproc)
+CXX_FILES = $$(find include src bindings tests/cpp examples benchmarks \
+	-name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+
+.PHONY: help setup build lint format test test-core test-sanitize test-compat bench gpu gpu-soak clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
+
+setup: .venv/ready  ## make .venv with everything that is needed, once
+.venv/ready: requirements-dev.txt tools/setup.sh
+	@PYTHON="$(PYTHON)" tools/setup.sh
+
+build: setup  ## set up and build; then .venv/bin/python and .venv/bin/fusewise work
+	$(CMAKE) --preset dev -DPython_EXECUTABLE=$(BIN)/python
+	$(CMAKE) --build --preset dev
+
+lint: setup  ## check format and style, change nothing
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup  ## put everything into the house format
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint build test-core  ## everything that needs no second environment: lint, C++, Python, core alone
+	$(CTEST) --preset dev
+	$(BIN)/python -m pytest
+
+test-core: setup  ## the C++ core with no Python and no torch: build, test, install, use
+	$(CMAKE) --preset core
+	$(CMAKE) --build --preset core
+	$(CTEST) --preset core
+	$(CMAKE) --install build/core
+	$(CMAKE) -S examples/cpp -B build/example -G Ninja -DCMAKE_PREFIX_PATH=$(CURDIR)/build/install
+	$(CMAKE) --build build/example
+	build/example/squeeze_excite
+
+test-sanitize: setup  ## the core's tests under ASan and UBSan
+	$(CMAKE) --preset sanitize
+	$(CMAKE) --build --preset sanitize
+	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --preset sanitize  # as malloc would
+
+test-compat: build  ## the built library under the newest torch, and a clean `pip install .`
+	@PYTHON="$(PYTHON)" tools/compat.sh
+
+bench: build  ## measure against PyTorch; ARGS="--full --device cpu" and the like are passed on
+	$(BIN)/fusewise bench $(ARGS)
+
+# With the python3 on the path where that has the right torch (nothing is installed), else .venv.
+gpu gpu-soak: gpu_python = $$(python3 tools/has_torch.py && echo python3 || echo $(BIN)/python)
+gpu:  ## on a GPU: build, test, measure, sanitize; writes gpu-results/. STEPS="build test bench" picks
+	@python3 tools/has_torch.py || $(MAKE) setup
+	$(gpu_python) tools/gpu.py $(STEPS)
+
+gpu-soak:  ## on a GPU, after `make gpu`: a million calls with flat memory
+	PYTHONPATH="python:$${PYTHONPATH:-}" $(gpu_python) tools/soak.py
+
+clean:  ## remove what was built and measured; .venv stays
+	rm -rf build dist bench-results gpu-results python/fusewise/_lib/*.so

@@ -1,0 +1,145 @@
+#include "call.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <string>
+
+#include "common/check.h"
+
+namespace fusewise::binding {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+DType dtype_of(const char* name, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return DType::f32;
+    case ScalarType::Double:
+      return DType::f64;
+    case ScalarType::Half:
+      return DType::f16;
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    default:
+      fail(name, ": expected dtype float32, float64, float16 or bfloat16, got ",
+           torch::headeronly::toString(tensor.scalar_type()));
+  }
+}
+
+std::int32_t torch_dtype(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return aoti_torch_dtype_float64();
+    case DType::f16:
+      return aoti_torch_dtype_float16();
+    case DType::bf16:
+      return aoti_torch_dtype_bfloat16();
+    case DType::f32:
+      break;
+  }
+  return aoti_torch_dtype_float32();
+}
+
+Device device_of(const char* name, const Tensor& tensor) {
+  if (tensor.is_cpu()) return {DeviceType::cpu, 0};
+  check(tensor.is_cuda(), name, ": expected a CPU or CUDA tensor");
+  return {DeviceType::cuda, tensor.get_device_index()};
+}
+
+Tensor empty_strided(const Tensor& like, std::int32_t dtype, std::int64_t rank,
+                     const std::int64_t* sizes, const std::int64_t* strides) {
+  AtenTensorHandle handle = nullptr;
+  const bool cuda = like.is_cuda();
+  const AOTITorchError status =
+      aoti_torch_empty_strided(rank, sizes, strides, dtype,
+                               cuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu(),
+                               cuda ? like.get_device_index() : 0, &handle);
+  // The stable ABI keeps only the fact that it failed; Python restores torch.OutOfMemoryError.
+  if (status != AOTI_TORCH_SUCCESS) throw OutOfMemory("out of memory: a result does not fit");
+  return Tensor(handle);
+}
+
+bool is_dense_in(const Tensor& tensor, const std::vector<int>& order) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  std::int64_t stride = 1;
+  for (int d : order) {
+    if (sizes[d] != 1 && strides[d] != stride) return false;
+    stride *= sizes[d];
+  }
+  return true;
+}
+
+}  // namespace
+
+TensorView view_of(const char* name, const Tensor& tensor) {
+  TensorView view;
+  view.dtype = dtype_of(name, tensor);
+  view.device = device_of(name, tensor);
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  check(sizes.size() <= TensorView::kMaxRank, name, ": expected at most ", TensorView::kMaxRank,
+        " dimensions, got ", sizes.size());
+  view.rank = static_cast<int>(sizes.size());
+  for (int d = 0; d < view.rank; ++d) {
+    view.sizes[d] = sizes[d];
+    view.strides[d] = strides[d];
+  }
+  view.data = const_cast<void*>(tensor.const_data_ptr());
+  return view;
+}
+
+TensorView view_of(const char* name, const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? view_of(name, *tensor) : TensorView();
+}
+
+Tensor dense(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
+  if (!tensor.has_value()) return std::nullopt;
+  return dense(*tensor);
+}
+
+Tensor new_dense(const Tensor& like, DType dtype, std::vector<std::int64_t> sizes) {
+  std::vector<std::int64_t> strides(sizes.size(), 1);
+  for (int d = static_cast<int>(sizes.size()) - 2; d >= 0; --d) {
+    strides[d] = strides[d + 1] * std::max<std::int64_t>(sizes[d + 1], 1);
+  }
+  return empty_strided(like, torch_dtype(dtype), sizes.size(), sizes.data(), strides.data());
+}
+
+Tensor new_like(const Tensor& like) {
+  // The two common layouts directly: a call through the dispatcher costs a microsecond or two.
+  if (like.dim() == 4 && like.numel() > 0 &&
+      (is_dense_in(like, {3, 2, 1, 0}) || is_dense_in(like, {1, 3, 2, 0}))) {
+    const auto sizes = like.sizes();
+    const auto strides = like.strides();
+    const DType dtype = dtype_of("x", like);
+    return empty_strided(like, torch_dtype(dtype), 4, sizes.data(), strides.data());
+  }
+  try {
+    return torch::stable::empty_like(like);
+  } catch (const std::exception&) {
+    throw OutOfMemory("out of memory: a result does not fit");
+  }
+}
+
+TensorView matrix_at(const TensorView& flat, std::int64_t offset, std::int64_t rows,
+                     std::int64_t columns) {
+  auto* start = static_cast<char*>(flat.data) + offset * size_of(flat.dtype);
+  return TensorView(start, flat.dtype, flat.device, {rows, columns});
+}
+
+std::string to_text(const Candidates& candidates) {
+  std::string text;
+  for (const Candidate& candidate : candidates) {
+    if (!text.empty()) text += "\n";
+    text += candidate.name + "\t" + (candidate.chosen ? "1" : "0") + "\t" + candidate.declined;
+  }
+  return text;
+}
+
+}  // namespace fusewise::binding

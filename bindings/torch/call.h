@@ -1,0 +1,55 @@
+#pragma once
+
+// From torch tensors to the core's views and back. The only place that knows both sides.
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "fusewise/context.h"
+#include "fusewise/error.h"
+#include "fusewise/implementation.h"
+#include "fusewise/tensor.h"
+
+namespace fusewise::binding {
+
+using torch::stable::Tensor;
+
+/// Throws Error naming the argument where the tensor is of a kind that the core does not know.
+TensorView view_of(const char* name, const Tensor& tensor);
+TensorView view_of(const char* name, const std::optional<Tensor>& tensor);
+
+/// The tensor itself where it is dense, else a dense copy: for the small weights alone.
+Tensor dense(const Tensor& tensor);
+std::optional<Tensor> dense(const std::optional<Tensor>& tensor);
+
+/// Uninitialised, row-major, on the device of `like`. Throws OutOfMemory.
+Tensor new_dense(const Tensor& like, DType dtype, std::vector<std::int64_t> sizes);
+/// As torch.empty_like: strides and all. Throws OutOfMemory.
+Tensor new_like(const Tensor& like);
+
+/// A range of a one-dimensional dense tensor, seen as a matrix.
+TensorView matrix_at(const TensorView& flat, std::int64_t offset, std::int64_t rows,
+                     std::int64_t columns);
+
+/// For the operators that tell what would run: "name\tchosen\treason" a line.
+std::string to_text(const Candidates& candidates);
+
+/// Torch's current stream, device, allocator and threads, for the time of one call. Defined once
+/// for the CPU library and once for the CUDA library.
+class CallContext {
+ public:
+  explicit CallContext(const Tensor& tensor);
+  ~CallContext();
+  const Context& get() const { return context_; }
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+  Context context_;
+};
+
+}  // namespace fusewise::binding

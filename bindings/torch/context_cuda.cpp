@@ -1,0 +1,67 @@
+// The CUDA library's context: the tensor's device, torch's current stream there, torch's memory.
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "call.h"
+
+namespace fusewise::binding {
+namespace {
+
+/// Scratch memory as tensors of torch's caching allocator: counted, capturable, ordered by stream.
+class TorchMemory : public Allocator {
+ public:
+  explicit TorchMemory(std::int32_t device) : device_(device) {}
+
+  void* allocate(std::size_t bytes) override {
+    const auto size = static_cast<std::int64_t>(bytes);
+    const std::int64_t stride = 1;
+    AtenTensorHandle handle = nullptr;
+    const AOTITorchError status =
+        aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(),
+                                 aoti_torch_device_type_cuda(), device_, &handle);
+    if (status != AOTI_TORCH_SUCCESS) {
+      throw OutOfMemory("out of memory: no " + std::to_string(bytes) + " bytes of scratch");
+    }
+    Tensor tensor(handle);
+    void* memory = tensor.mutable_data_ptr();
+    held_.emplace_back(memory, std::move(tensor));
+    return memory;
+  }
+
+  void deallocate(void* memory) noexcept override {
+    std::erase_if(held_, [memory](const auto& entry) { return entry.first == memory; });
+  }
+
+ private:
+  std::int32_t device_;
+  std::vector<std::pair<void*, Tensor>> held_;
+};
+
+}  // namespace
+
+struct CallContext::State {
+  explicit State(std::int32_t device) : guard(device), memory(device) {}
+  torch::stable::accelerator::DeviceGuard guard;
+  TorchMemory memory;
+};
+
+CallContext::CallContext(const Tensor& tensor) {
+  // A CPU tensor beside CUDA ones gets here too; the core's checks then name it.
+  if (!tensor.is_cuda()) {
+    context_.device = {DeviceType::cpu, 0};
+    return;
+  }
+  const std::int32_t device = tensor.get_device_index();
+  state_ = std::make_unique<State>(device);
+  context_.device = {DeviceType::cuda, device};
+  context_.allocator = &state_->memory;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &context_.stream));
+}
+
+CallContext::~CallContext() = default;
+
+}  // namespace fusewise::binding

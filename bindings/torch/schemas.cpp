@@ -1,0 +1,20 @@
+// Every operator's schema. They start with an underscore because they carry no gradient:
+// fusewise.functional is the public door.
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(fusewise, m) {
+  m.def("_build_info() -> str");
+  m.def("_cuda_build_info() -> str");
+  m.def(
+      "_squeeze_excite(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation, "
+      "str gate, bool save, str implementation) -> (Tensor y, Tensor saved)");
+  m.def(
+      "_squeeze_excite_backward(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor saved, "
+      "str activation, str gate, bool need_dx, bool need_dw1, bool need_db1, bool need_dw2, "
+      "bool need_db2, str implementation) -> "
+      "(Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
+  m.def(
+      "_squeeze_excite_explain(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
+      "str activation, str gate, bool backward, str implementation) -> str");
+}

@@ -1,0 +1,62 @@
+# The core: no torch, no Python. `fusewise_cpu` has the CPU half alone (what a torch without CUDA
+# loads); `fusewise` is the whole, with CUDA where it is built.
+
+find_package(Threads REQUIRED)
+
+set(common_sources
+  src/common/scratch.cpp
+  src/common/squeeze_excite.cpp
+  src/common/tensor.cpp)
+set(cpu_sources
+  src/cpu/squeeze_excite.cpp
+  src/cpu/threads.cpp)
+
+# The CPU kernels, the same source once for each instruction set; the choice is made at run time.
+# -ffp-contract=fast: a * b + c as one fused instruction, which plain C++20 mode turns off.
+set(isa_flags_portable "")
+set(isa_flags_avx2 -mavx2 -mfma -mf16c)
+set(isa_flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
+  -mprefer-vector-width=512)
+set(isa_objects "")
+foreach(isa portable avx2 avx512)
+  add_library(fusewise_${isa} OBJECT src/cpu/squeeze_excite_kernels.cpp)
+  target_compile_definitions(fusewise_${isa} PRIVATE FUSEWISE_ISA=${isa})
+  target_compile_options(fusewise_${isa} PRIVATE -O3 -ffp-contract=fast ${isa_flags_${isa}})
+  target_include_directories(fusewise_${isa} PRIVATE include src)
+  target_link_libraries(fusewise_${isa} PRIVATE fusewise_options)
+  list(APPEND isa_objects $<TARGET_OBJECTS:fusewise_${isa}>)
+endforeach()
+
+function(fusewise_core_target name)
+  target_sources(${name} PRIVATE ${common_sources} ${cpu_sources} ${isa_objects})
+  target_include_directories(${name}
+    PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>
+    PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  target_compile_features(${name} PUBLIC cxx_std_20)
+  target_link_libraries(${name} PRIVATE $<BUILD_INTERFACE:fusewise_options> PUBLIC Threads::Threads)
+endfunction()
+
+add_library(fusewise_cpu STATIC EXCLUDE_FROM_ALL src/common/no_cuda.cpp)
+fusewise_core_target(fusewise_cpu)
+
+add_library(fusewise STATIC)
+add_library(fusewise::fusewise ALIAS fusewise)
+fusewise_core_target(fusewise)
+if(FUSEWISE_WITH_CUDA)
+  set(cuda_sources
+    src/cuda/memory.cu
+    src/cuda/squeeze_excite/general.cu
+    src/cuda/squeeze_excite/images.cpp
+    src/cuda/squeeze_excite/implementations.cpp
+    src/cuda/squeeze_excite/ring.cu
+    src/cuda/squeeze_excite/ring_plan.cpp
+    src/cuda/squeeze_excite/two_pass.cu
+    src/cuda/squeeze_excite/weight_gradients.cu)
+  target_sources(fusewise PRIVATE ${cuda_sources})
+  target_compile_options(fusewise PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall --expt-relaxed-constexpr>)
+  target_link_libraries(fusewise PUBLIC CUDA::cudart_static)
+  set_target_properties(fusewise PROPERTIES JOB_POOL_COMPILE nvcc)
+else()
+  target_sources(fusewise PRIVATE src/common/no_cuda.cpp)
+endif()

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace fusewise {
+
+/// What every function of the library throws when it cannot do what was asked. The message names
+/// the argument, what was expected and what came. It is thrown before any output is touched.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// Scratch memory could not be had.
+class OutOfMemory : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace fusewise

@@ -1,0 +1,9 @@
+#pragma once
+
+/// Everything, for those who do not mind.
+#include "fusewise/context.h"         // IWYU pragma: export
+#include "fusewise/error.h"           // IWYU pragma: export
+#include "fusewise/implementation.h"  // IWYU pragma: export
+#include "fusewise/squeeze_excite.h"  // IWYU pragma: export
+#include "fusewise/tensor.h"          // IWYU pragma: export
+#include "fusewise/version.h"         // IWYU pragma: export

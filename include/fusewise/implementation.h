@@ -1,0 +1,19 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace fusewise {
+
+/// One entry of an operator's ordered list of implementations, seen from one particular call.
+struct Candidate {
+  std::string name;
+  /// Why it declines this call, as a sentence; empty where it would take it.
+  std::string declined;
+  /// Whether it is the one that runs: the first that does not decline, or the one that was forced.
+  bool chosen = false;
+};
+
+using Candidates = std::vector<Candidate>;
+
+}  // namespace fusewise

@@ -1,0 +1,301 @@
+// Laboratory: times the ring kernel under every plan that fits, beside the general kernels, for
+// EfficientNet-B4's blocks (batch 32, float16, channels-last) and two planar shapes; each result is
+// compared with the general one first. Cold L2: buffers rotate. Not shipped.
+
+#include <cuda_fp16.h>
+#include <curand.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "cuda/cuda_error.h"
+#include "cuda/device.h"
+#include "cuda/squeeze_excite/general.cuh"
+#include "cuda/squeeze_excite/ring.cuh"
+#include "cuda/squeeze_excite/two_pass.cuh"
+#include "fusewise/squeeze_excite.h"
+
+using namespace fusewise;
+using namespace fusewise::cuda;
+
+namespace {
+
+constexpr std::int64_t kPool = std::int64_t{1} << 30;  // bytes for each of x, dy, out
+constexpr Device kGpu{DeviceType::cuda, 0};
+
+template <typename T>
+__global__ void fill(T* out, std::int64_t count, float scale, unsigned seed) {
+  for (std::int64_t i = blockIdx.x * std::int64_t{256} + threadIdx.x; i < count;
+       i += gridDim.x * std::int64_t{256}) {
+    unsigned h = static_cast<unsigned>(i) * 2654435761u ^ seed;
+    h ^= h >> 15;
+    h *= 2246822519u;
+    h ^= h >> 13;
+    out[i] = T(scale * (static_cast<float>(h & 0xffff) / 32768.f - 1.f));
+  }
+}
+
+__global__ void difference(const unsigned char* a, const unsigned char* b, std::int64_t count,
+                           bool half, float* worst) {
+  float mine = 0;
+  for (std::int64_t i = blockIdx.x * std::int64_t{256} + threadIdx.x; i < count;
+       i += gridDim.x * std::int64_t{256}) {
+    const float x = half ? __half2float(reinterpret_cast<const __half*>(a)[i])
+                         : reinterpret_cast<const float*>(a)[i];
+    const float y = half ? __half2float(reinterpret_cast<const __half*>(b)[i])
+                         : reinterpret_cast<const float*>(b)[i];
+    const float d = fabsf(x - y);
+    mine = d <= mine ? mine : d;  // keeps NaN
+  }
+  if (!(mine <= 0)) atomicMax(reinterpret_cast<int*>(worst), __float_as_int(mine));
+}
+
+__global__ void copy_kernel(const uint4* in, uint4* out, std::int64_t count) {
+#pragma unroll 4
+  for (std::int64_t i = blockIdx.x * std::int64_t{512} + threadIdx.x; i < count;
+       i += gridDim.x * std::int64_t{512}) {
+    out[i] = in[i];
+  }
+}
+
+struct Case {
+  const char* name;
+  std::int64_t n, c, r, side;
+  int count;
+  DType dtype;
+  bool planar;
+};
+
+double time_us(cudaStream_t stream, int calls, const std::function<void(int)>& run) {
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  for (int i = 0; i < calls; ++i) run(i);
+  check_cuda(cudaStreamEndCapture(stream, &graph), "end capture");
+  check_cuda(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+  cudaEvent_t a, b;
+  cudaEventCreate(&a);
+  cudaEventCreate(&b);
+  check_cuda(cudaGraphLaunch(exec, stream), "warm-up");
+  std::vector<float> times;
+  for (int i = 0; i < 5; ++i) {
+    cudaEventRecord(a, stream);
+    cudaGraphLaunch(exec, stream);
+    cudaEventRecord(b, stream);
+    check_cuda(cudaEventSynchronize(b), "timing");
+    float ms;
+    cudaEventElapsedTime(&ms, a, b);
+    times.push_back(ms * 1000 / calls);
+  }
+  std::sort(times.begin(), times.end());
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaEventDestroy(a);
+  cudaEventDestroy(b);
+  return times[times.size() / 2];
+}
+
+}  // namespace
+
+int main() {
+  const std::vector<Case> cases = {
+      {"48x190", 32, 48, 12, 190, 1, DType::f16, false},
+      {"24x190", 32, 24, 6, 190, 1, DType::f16, false},
+      {"144x95", 32, 144, 6, 95, 1, DType::f16, false},
+      {"192x95", 32, 192, 8, 95, 3, DType::f16, false},
+      {"192x48", 32, 192, 8, 48, 1, DType::f16, false},
+      {"336x48", 32, 336, 14, 48, 3, DType::f16, false},
+      {"336x24", 32, 336, 14, 24, 1, DType::f16, false},
+      {"672x24", 32, 672, 28, 24, 6, DType::f16, false},
+      {"960x24", 32, 960, 40, 24, 5, DType::f16, false},
+      {"960x12", 32, 960, 40, 12, 1, DType::f16, false},
+      {"1632x12", 32, 1632, 68, 12, 8, DType::f16, false},
+      {"2688x12", 32, 2688, 112, 12, 1, DType::f16, false},
+      {"64x112 fp32 nchw", 32, 64, 16, 112, 0, DType::f32, true},
+      {"672x24 nchw", 32, 672, 28, 24, 0, DType::f16, true},
+      {"1632x12 nchw", 32, 1632, 68, 12, 0, DType::f16, true},
+  };
+  const DeviceLimits limits = limits_of(kGpu);
+  unsigned char *x, *dy, *out, *expected, *weights;
+  float *saved, *worst;
+  check_cuda(cudaMalloc(&x, kPool), "x");
+  check_cuda(cudaMalloc(&dy, kPool), "dy");
+  check_cuda(cudaMalloc(&out, kPool), "out");
+  check_cuda(cudaMalloc(&expected, kPool), "expected");
+  check_cuda(cudaMalloc(&weights, 64 << 20), "weights");
+  check_cuda(cudaMalloc(&saved, 64 << 20), "saved");
+  check_cuda(cudaMalloc(&worst, 4), "worst");
+  cudaStream_t stream;
+  cudaStreamCreate(&stream);
+  std::uint64_t keep = ~0ull;
+  cudaMemPool_t pool;
+  cudaDeviceGetDefaultMemPool(&pool, 0);
+  cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep);
+  const Context context{.device = kGpu, .stream = stream};
+
+  const double copy = time_us(stream, 10, [&](int) {
+    copy_kernel<<<132 * 16, 512, 0, stream>>>(reinterpret_cast<const uint4*>(x),
+                                              reinterpret_cast<uint4*>(out), kPool / 16);
+  });
+  const double bandwidth = 2.0 * kPool / copy * 1e-6;  // TB/s
+  std::printf("copy %.2f TB/s, %d SMs, %d bytes shared\n", bandwidth, limits.multiprocessors,
+              limits.block_shared_memory);
+
+  double total[2][3] = {};
+  for (const Case& k : cases) {
+    const bool half = k.dtype == DType::f16;
+    const std::int64_t hw = k.side * k.side, count = k.n * k.c * hw,
+                       bytes = count * size_of(k.dtype);
+    if (half) {
+      fill<<<1024, 256, 0, stream>>>(reinterpret_cast<__half*>(x), kPool / 2, 1.f, 1);
+      fill<<<1024, 256, 0, stream>>>(reinterpret_cast<__half*>(dy), kPool / 2, 1.f, 2);
+      fill<<<1024, 256, 0, stream>>>(reinterpret_cast<__half*>(weights), 16 << 20, .2f, 3);
+    } else {
+      fill<<<1024, 256, 0, stream>>>(reinterpret_cast<float*>(x), kPool / 4, 1.f, 1);
+      fill<<<1024, 256, 0, stream>>>(reinterpret_cast<float*>(dy), kPool / 4, 1.f, 2);
+      fill<<<1024, 256, 0, stream>>>(reinterpret_cast<float*>(weights), 8 << 20, .2f, 3);
+    }
+    const int sets = static_cast<int>(std::max<std::int64_t>(1, kPool / bytes));
+    const std::int64_t e = size_of(k.dtype);
+    unsigned char* w = weights;
+    const auto take = [&](std::int64_t elements) {
+      unsigned char* p = w;
+      w += (elements * e + 255) / 256 * 256;
+      return p;
+    };
+    void *w1 = take(k.r * k.c), *b1 = take(k.r), *w2 = take(k.r * k.c), *b2 = take(k.c);
+    void *dw1 = take(k.r * k.c), *db1 = take(k.r), *dw2 = take(k.r * k.c), *db2 = take(k.c);
+    const auto view = [&](void* base, int set) {
+      void* p = static_cast<unsigned char*>(base) + (set % sets) * bytes;
+      if (k.planar) return TensorView(p, k.dtype, kGpu, {k.n, k.c, k.side, k.side});
+      return TensorView(p, k.dtype, kGpu, {k.n, k.c, k.side, k.side},
+                        {k.c * hw, 1, k.side * k.c, k.c});
+    };
+    SqueezeExciteForward f;
+    f.w1 = TensorView(w1, k.dtype, kGpu, {k.r, k.c});
+    f.b1 = TensorView(b1, k.dtype, kGpu, {k.r});
+    f.w2 = TensorView(w2, k.dtype, kGpu, {k.c, k.r});
+    f.b2 = TensorView(b2, k.dtype, kGpu, {k.c});
+    f.pooled = TensorView(saved, DType::f32, kGpu, {k.n, k.c});
+    f.gates = TensorView(saved + k.n * k.c, DType::f32, kGpu, {k.n, k.c});
+    f.hidden = TensorView(saved + 2 * k.n * k.c, DType::f32, kGpu, {k.n, k.r});
+    SqueezeExciteBackward b;
+    b.w1 = f.w1;
+    b.w2 = f.w2;
+    b.pooled = f.pooled;
+    b.gates = f.gates;
+    b.hidden = f.hidden;
+    b.dw1 = TensorView(dw1, k.dtype, kGpu, {k.r, k.c});
+    b.db1 = TensorView(db1, k.dtype, kGpu, {k.r});
+    b.dw2 = TensorView(dw2, k.dtype, kGpu, {k.c, k.r});
+    b.db2 = TensorView(db2, k.dtype, kGpu, {k.c});
+    const auto forward = [&](int set, void* y) {
+      SqueezeExciteForward call = f;
+      call.x = view(x, set);
+      call.y = view(y, set);
+      return call;
+    };
+    const auto backward = [&](int set, void* dx) {
+      SqueezeExciteBackward call = b;
+      call.x = view(x, set);
+      call.dy = view(dy, set);
+      call.dx = view(dx, set);
+      return call;
+    };
+
+    const auto measure = [&](bool back, double passes, auto&& make) {
+      const double floor = passes * bytes / bandwidth * 1e-6;
+      general_run(context, make(0, expected));
+      check_cuda(cudaStreamSynchronize(stream), "general");
+      const int calls = std::max(20, sets);
+      const double general =
+          time_us(stream, calls, [&](int i) { general_run(context, make(i, out)); });
+      double best = 1e9;
+      std::string best_name;
+      std::printf("%-16s %s floor %6.1f general %6.1f |", k.name, back ? "bwd" : "fwd", floor,
+                  general);
+      std::vector<std::pair<double, std::string>> tried;
+      const auto trial = [&](std::string name, auto&& run) {
+        cudaMemsetAsync(out, 0xff, bytes, stream);
+        cudaMemsetAsync(worst, 0, 4, stream);
+        run(0);
+        difference<<<512, 256, 0, stream>>>(expected, out, count, half, worst);
+        float error = 0;
+        cudaMemcpyAsync(&error, worst, 4, cudaMemcpyDeviceToHost, stream);
+        check_cuda(cudaStreamSynchronize(stream), name.c_str());
+        const double us = time_us(stream, calls, run);
+        if (!(error < 2e-2)) name += "(WRONG " + std::to_string(error) + ")";
+        tried.emplace_back(us, name);
+        if (us < best) best = us, best_name = name;
+      };
+      const auto two_pass = [&](Cut cut, int per_block) {
+        const char* names[] = {"channels", "pixels", "planes"};
+        trial(std::string(names[static_cast<int>(cut)]) + std::to_string(per_block),
+              [&](int i) { two_pass_run(context, make(i, out), {cut, per_block}); });
+      };
+      if (k.planar) {
+        for (int planes = 1; planes <= 64; planes *= 2) two_pass(Cut::planes, planes);
+      } else {
+        for (int channels = 32; channels <= 256; channels *= 2) two_pass(Cut::channels, channels);
+        for (int fill : {2, 4, 8}) {
+          const int chunks = std::max<int>(1, limits.multiprocessors * fill / k.n);
+          if (k.c <= 1024) two_pass(Cut::pixels, static_cast<int>((hw + chunks - 1) / chunks));
+        }
+      }
+      for (Split split : {Split::channels_last_by_channel, Split::channels_last_by_pixel,
+                          Split::planar_by_channel}) {
+        if ((split == Split::planar_by_channel) != k.planar) continue;
+        for (int blocks = 1; blocks <= kRingMaxBlocks; ++blocks) {
+          int last = 0;
+          for (int slices = 1; slices <= blocks * limits.multiprocessors; ++slices) {
+            auto plan = ring_plan_with(
+                ring_problem(make(0, out)), split, slices, blocks,
+                {limits.multiprocessors, limits.shared_memory, limits.block_shared_memory});
+            if (!plan || plan->slices == last) continue;
+            // Only plans that use most of the chip, and by channel no slice under 64 bytes.
+            if (plan->slices * plan->groups < 105 * blocks) continue;
+            if (split == Split::channels_last_by_channel && plan->per_slice * e < 64) continue;
+            if (split == Split::channels_last_by_pixel && k.c > 400) continue;
+            if (plan->slices > 80 || (k.n > 6 * plan->groups && plan->stages > 2)) continue;
+            last = plan->slices;
+            const bool may_stagger = plan->staggered;
+            for (int stagger = 0; stagger <= may_stagger; ++stagger) {
+              plan->staggered = stagger;
+              char text[96];
+              const char letter = split == Split::channels_last_by_pixel ? 'p' : 'c';
+              std::snprintf(text, sizeof text, "%dx%c%d/g%d/s%d+%d%s", blocks, letter, plan->slices,
+                            plan->groups, plan->stages, plan->extra_stages, stagger ? "~" : "");
+              trial(text, [&](int i) { ring_run(context, make(i, out), *plan); });
+            }
+          }
+        }
+      }
+      std::sort(tried.begin(), tried.end());
+      std::printf(" best %6.1f (%3.0f%%)", best, 100 * floor / best);
+      for (std::size_t i = 0; i < tried.size() && i < 6; ++i) {
+        std::printf("  %s %.1f", tried[i].second.c_str(), tried[i].first);
+      }
+      if (!tried.empty())
+        std::printf("  ... worst %s %.1f", tried.back().second.c_str(), tried.back().first);
+      for (auto& [us, name] : tried) {
+        std::fprintf(stderr, "%s,%s,%s,%.2f,%.2f\n", k.name, back ? "bwd" : "fwd", name.c_str(), us,
+                     floor);
+      }
+      std::printf("\n");
+      std::fflush(stdout);
+      total[back][0] += k.count * floor;
+      total[back][1] += k.count * general;
+      total[back][2] += k.count * best;
+    };
+    measure(false, 2, forward);
+    measure(true, 3, backward);
+  }
+  for (int back = 0; back < 2; ++back) {
+    std::printf("32 blocks %s: floor %.0f general %.0f ring %.0f us\n", back ? "bwd" : "fwd",
+                total[back][0], total[back][1], total[back][2]);
+  }
+}

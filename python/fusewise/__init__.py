@@ -1,0 +1,38 @@
+"""Fused neural-network operators that move each byte once.
+
+Modules are in `fusewise.nn`, functions in `fusewise.functional`. `fusewise.implementation` forces
+an implementation, `fusewise.explain` says which one runs and why.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+
+_TORCH_NEEDED = (2, 11)
+
+
+def _check_torch(version: str) -> None:
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _TORCH_NEEDED:
+        needed = ".".join(str(part) for part in _TORCH_NEEDED)
+        raise ImportError(f"fusewise needs torch {needed} or newer; this is torch {version}")
+
+
+def _find_version() -> str:
+    """From the header in a source tree, from the package's metadata where it is installed."""
+    header = Path(__file__).parents[2] / "include" / "fusewise" / "version.h"
+    if header.is_file():
+        return re.search(r'FUSEWISE_VERSION "(.+)"', header.read_text())[1]
+    from importlib import metadata
+
+    return metadata.version("fusewise")
+
+
+_check_torch(torch.__version__)
+__version__ = _find_version()
+
+from . import functional, nn  # noqa: E402 - the libraries load only under a torch that fits them
+from ._explain import explain  # noqa: E402
+from ._settings import implementation  # noqa: E402
+
+__all__ = ["__version__", "explain", "functional", "implementation", "nn"]

@@ -1,0 +1,80 @@
+"""`fusewise.explain`: which implementation runs, and why the others do not."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ._settings import settings
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation, seen from one call."""
+
+    name: str
+    chosen: bool
+    reason: str
+    """Why it declines the call; empty where it would take it."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One call of an operator, with its implementations in the order in which they are tried."""
+
+    operator: str
+    direction: str
+    """"forward" or "backward"."""
+    input: str
+    """Shape, dtype and device of the first argument."""
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def chosen(self) -> str:
+        return next(candidate.name for candidate in self.candidates if candidate.chosen)
+
+    def __str__(self):
+        lines = [f"{self.operator} {self.direction} {self.input}: {self.chosen}"]
+        for candidate in self.candidates:
+            if not candidate.chosen:
+                why = f"declines: {candidate.reason}" if candidate.reason else "would take it too"
+                lines.append(f"    {candidate.name} {why}")
+        return "\n".join(lines)
+
+
+class Explanation(list):
+    """The records of every fused call, in order; `str()` counts equal ones together."""
+
+    def __str__(self):
+        if not self:
+            return "no fusewise operator ran"
+        return "\n".join(
+            f"{count} x {record}" if count > 1 else str(record)
+            for record, count in Counter(self).items()
+        )
+
+
+def explain(fn, *args, **kwargs) -> Explanation:
+    """Calls `fn(*args, **kwargs)` and says which implementation every fused call in it takes.
+
+    `fn` is anything that can be called: a function of `fusewise.functional`, a module, a model, a
+    training step. Where a gradient is wanted, the backward that goes with a forward is recorded
+    beside it. Compiled functions run uncompiled here.
+
+    >>> print(fusewise.explain(model, x))
+    """
+    outer, settings.records = settings.records, Explanation()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            fn(*args, **kwargs)
+        return settings.records
+    finally:
+        settings.records = outer
+
+
+def record(operator: str, direction: str, x: torch.Tensor, answer: str) -> None:
+    """Adds a record from the operator's own answer: lines of name, chosen (0 or 1), reason."""
+    fields = (line.split("\t") for line in answer.splitlines())
+    candidates = tuple(Candidate(name, chosen == "1", reason) for name, chosen, reason in fields)
+    described = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device}"
+    settings.records.append(Record(operator, direction, described, candidates))

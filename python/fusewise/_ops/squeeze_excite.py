@@ -1,0 +1,78 @@
+"""Squeeze-and-Excitation's operators, and what they look like to a tracer."""
+
+import torch
+
+from . import _library  # noqa: F401 - the operators exist once the library is loaded
+
+squeeze_excite = torch.ops.fusewise._squeeze_excite.default
+squeeze_excite_backward = torch.ops.fusewise._squeeze_excite_backward.default
+squeeze_excite_explain = torch.ops.fusewise._squeeze_excite_explain.default
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOATING = (torch.float32, torch.float64, *_HALF)
+
+
+def check_squeeze_excite(x, w1, b1, w2, b2, activation, gate):
+    """The operator's own checks, for the ways that do not reach it: tracing and torch.func.
+
+    Sizes may be symbols here; nothing compares the batch, so it stays free.
+    """
+
+    def refuse(message):
+        raise RuntimeError(message)
+
+    shape = list(x.shape)
+    if x.dtype not in _FLOATING:
+        refuse(f"x: expected a floating dtype, got {x.dtype}")
+    if len(shape) != 4:
+        refuse(f"x: expected 4 dimensions [N, C, H, W], got {shape}")
+    if shape[1] < 1:
+        refuse(f"x: expected at least one channel, got {shape}")
+    if shape[2] < 1 or shape[3] < 1:
+        refuse(f"x: expected at least one pixel, got {shape}")
+    if w1.dtype != x.dtype and not (x.dtype in _HALF and w1.dtype == torch.float32):
+        refuse(f"w1: expected {x.dtype} as x, or torch.float32 beside half x, got {w1.dtype}")
+    c = shape[1]
+    r = w1.shape[0] if w1.dim() else 0
+    if r < 1:
+        refuse(f"w1: expected [R, {c}] with R >= 1, got {list(w1.shape)}")
+    parameters = (("w1", w1, [r, c]), ("b1", b1, [r]), ("w2", w2, [c, r]), ("b2", b2, [c]))
+    for name, tensor, expected in parameters:
+        if tensor is None:
+            continue
+        got = list(tensor.shape)
+        if got != expected and not (len(expected) == 2 and got == [*expected, 1, 1]):
+            refuse(f"{name}: expected {expected}, got {got}")
+        if tensor.device != x.device:
+            refuse(f"{name}: expected a tensor on {x.device}, got one on {tensor.device}")
+        if tensor.dtype != w1.dtype:
+            refuse(f"{name}: expected {w1.dtype} as the other weights, got {tensor.dtype}")
+    if activation not in ("silu", "relu"):
+        refuse(f"activation: expected 'silu' or 'relu', got '{activation}'")
+    if gate not in ("sigmoid", "hardsigmoid"):
+        refuse(f"gate: expected 'sigmoid' or 'hardsigmoid', got '{gate}'")
+
+
+def saved_dtype(x):
+    """The type that statistics and gates are computed and kept in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("fusewise::_squeeze_excite")
+def _(x, w1, b1, w2, b2, activation, gate, save, implementation):
+    check_squeeze_excite(x, w1, b1, w2, b2, activation, gate)
+    n, c = x.shape[:2]
+    kept = n * (2 * c + w1.shape[0]) if save else 0
+    return torch.empty_like(x), x.new_empty(kept, dtype=saved_dtype(x))
+
+
+@torch.library.register_fake("fusewise::_squeeze_excite_backward")
+def _(dy, x, w1, w2, saved, activation, gate, dx, dw1, db1, dw2, db2, implementation):
+    check_squeeze_excite(x, w1, None, w2, None, activation, gate)
+    return (
+        torch.empty_like(x) if dx else x.new_empty(0),
+        w1.new_empty(w1.shape if dw1 else 0),
+        w1.new_empty(w1.shape[0] if db1 else 0),
+        w2.new_empty(w2.shape if dw2 else 0),
+        w2.new_empty(w2.shape[0] if db2 else 0),
+    )

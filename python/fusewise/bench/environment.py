@@ -1,0 +1,88 @@
+"""Where a result was made: enough to judge and repeat it, nothing that names a person or a host."""
+
+import os
+import platform
+import shlex
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import fusewise
+
+
+def describe(device: str) -> dict:
+    found = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+        "os": os_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fusewise": fusewise.__version__,
+    }
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(0)
+        found["driver"] = _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        )
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this source tree; FUSEWISE_COMMIT says it where git cannot."""
+    root = Path(__file__).parents[3]
+    revision = None
+    if (root / "include" / "fusewise").is_dir():  # not some other repository around an environment
+        revision = _output("git", "-C", root, "rev-parse", "--short=12", "HEAD")
+    if revision is None:
+        return os.environ.get("FUSEWISE_COMMIT")
+    changed = _output("git", "-C", root, "status", "--porcelain", "--untracked-files=no")
+    return f"{revision} with local changes" if changed else revision
+
+
+def cpu_model() -> str:
+    return cpu_field("model name") or platform.machine()
+
+
+def cpu_field(name: str) -> str | None:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None
+
+
+def os_name() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.system()
+
+
+def command(arguments: list[str]) -> str:
+    """The command line with paths relative to here, so that it tells nothing of the machine."""
+    return shlex.join(["fusewise", *(_relative(argument) for argument in arguments)])
+
+
+def _relative(argument: str) -> str:
+    flag, equals, value = argument.rpartition("=")
+    if not value.startswith(("/", "~")):
+        return argument
+    inside = Path(value).is_relative_to(Path.cwd())
+    return (
+        flag + equals + (str(Path(value).relative_to(Path.cwd())) if inside else Path(value).name)
+    )
+
+
+def _output(*arguments) -> str | None:
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().split("\n")[0]

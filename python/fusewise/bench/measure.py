@@ -1,0 +1,123 @@
+"""Timers, and the loop that takes turns between them."""
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import torch
+
+# Decides nothing but how much a single stray event weighs in one sample.
+_GRAPH_CALLS = 20
+_SAMPLE_SECONDS = 0.01
+_MIN_ROUNDS = 5
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
+
+Call = Callable[[int], object]
+"""Runs once on the i-th of several rotating buffers, and returns what it made."""
+
+
+def keep_memory() -> None:
+    """Makes the C library keep freed memory. Otherwise it gives large blocks back at once, and the
+    page faults of getting them again, equal for everyone, hide what is measured."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+class GraphTimer:
+    """GPU time: a CUDA graph of at least 20 calls, so that no launch on the host is counted."""
+
+    def __init__(self, call: Call, buffers: int):
+        self._calls = buffers * -(-_GRAPH_CALLS // buffers)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for i in range(3):
+                call(i % buffers)
+        torch.cuda.current_stream().wait_stream(side)
+
+        self._graph = torch.cuda.CUDAGraph()
+        # Outputs live until their buffer's turn comes again. Freed at once, every call would write
+        # to the same memory, and that would stay in the cache.
+        kept: list[object] = [None] * buffers
+        with torch.cuda.graph(self._graph):
+            for i in range(self._calls):
+                kept[i % buffers] = None
+                kept[i % buffers] = call(i % buffers)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._sleep_cycles = 0
+        self()
+        begin = time.perf_counter()
+        self._graph.replay()
+        launch = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        # The GPU sleeps while the host launches the graph (2 GHz is the fastest any of them runs),
+        # else a large graph would start before it is wholly there.
+        self._sleep_cycles = int((2 * launch + 50e-6) * 2e9)
+
+    def __call__(self) -> float:
+        """One sample, in µs a call."""
+        if self._sleep_cycles:
+            torch.cuda._sleep(self._sleep_cycles)
+        self._start.record()
+        self._graph.replay()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) * 1e3 / self._calls
+
+
+class LoopTimer:
+    """Wall time: a loop of calls as a user writes it, and a wait for the device at its end."""
+
+    def __init__(self, call: Call, buffers: int, device: str):
+        self._call = call
+        self._buffers = buffers
+        self._wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        self._calls = 1
+        self()
+        self._calls = 3
+        seconds = self() * 1e-6
+        self._calls = max(1, min(50, round(_SAMPLE_SECONDS / seconds)))
+
+    def __call__(self) -> float:
+        """One sample, in µs a call."""
+        self._wait()
+        begin = time.perf_counter()
+        for i in range(self._calls):
+            self._call(i % self._buffers)
+        self._wait()
+        return (time.perf_counter() - begin) * 1e6 / self._calls
+
+
+def interleave(
+    timers: dict[str, Callable[[], float]], rounds: int, budget: float
+) -> dict[str, list[float]]:
+    """Samples of every timer, taken in turns, so that a drift of the machine meets all of them.
+
+    A timer that has used up its budget of seconds sits the remaining rounds out.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    spent = dict.fromkeys(timers, 0.0)
+    order = list(timers)
+    for done in range(rounds):
+        for name in order:
+            if done >= _MIN_ROUNDS and spent[name] > budget:
+                continue
+            begin = time.perf_counter()
+            samples[name].append(timers[name]())
+            spent[name] += time.perf_counter() - begin
+        order = order[1:] + order[:1]
+    return samples
+
+
+def peak_bytes(call: Call) -> int:
+    """The most GPU memory that a call holds beyond what was there before it."""
+    call(0)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(0)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

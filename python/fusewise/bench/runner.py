@@ -1,0 +1,286 @@
+"""Runs the cases one after the other: check, then time, then the next."""
+
+import gc
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+import fusewise
+
+from . import accuracy, environment, floor
+from .baselines import OURS, caller, default_baselines, functions, precompile
+from .cases import Case, UsageError, select
+from .families import FAMILIES, Family
+from .families.family import BOTH, FORWARD, MODES, Workload
+from .measure import GraphTimer, LoopTimer, interleave, keep_memory, peak_bytes
+from .progress import Progress
+from .statistics import median, ratio_of_sums, summary
+
+SCHEMA_VERSION = 1
+_MOST_BUFFERS = 64
+_CPU_BUFFER_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Options:
+    families: tuple[str, ...] = tuple(FAMILIES)
+    device: str = ""
+    """"cpu" or "cuda"; empty: the GPU where there is one that fusewise can use."""
+    size: str = "quick"
+    baselines: tuple[str, ...] = ()
+    """Empty: all that the device has."""
+    filter: str | None = None
+    arguments: tuple[str, ...] = ()
+    """The command line, to be written down with the results."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long one row may take: rounds of interleaved samples, seconds for each timer."""
+
+    rounds: int
+    budget: float
+
+
+_EFFORT = {"quick": Effort(15, 0.4), "full": Effort(21, 0.2)}
+
+
+def run(options: Options, progress: Progress) -> dict:
+    """The results as they are written to results.json; what an interrupt leaves is kept."""
+    device = options.device or ("cuda" if _cuda_missing() is None else "cpu")
+    if device == "cuda" and (reason := _cuda_missing()):
+        raise UsageError(f"--device cuda: {reason}")
+    baselines = options.baselines or default_baselines(device)
+    options = replace(options, device=device, baselines=baselines)
+    cases = [
+        case
+        for family in options.families
+        for case in select(family, device, options.size, options.filter)
+    ]
+    if not cases:
+        raise UsageError(f"--filter {options.filter}: no case of the {options.size} set matches")
+
+    results = {
+        "schema": SCHEMA_VERSION,
+        "command": environment.command(list(options.arguments)),
+        "environment": environment.describe(device),
+        "device": device,
+        "set": options.size,
+        "baselines": list(options.baselines),
+        "interrupted": False,
+        "rows": [],
+        "sums": [],
+    }
+    try:
+        _run(options, cases, results, progress)
+    except KeyboardInterrupt:
+        results["interrupted"] = True
+    results["sums"] = list(sums(results["rows"], cases))
+    return results
+
+
+def _run(options: Options, cases: list[Case], results: dict, progress: Progress) -> None:
+    device = options.device
+    if device == "cpu":
+        keep_memory()
+    progress.start("copy bandwidth", 1)
+    results["copy_bytes_per_second"] = bandwidth = floor.copy_bandwidth(device)
+    progress.advance()
+    if "compile" in options.baselines:
+        progress.start("torch.compile of every case, in parallel", len(cases))
+        for _ in precompile(cases, device):
+            progress.advance()
+    progress.start("measuring", len(cases) * len(MODES))
+    for case in cases:
+        family = FAMILIES[case.family]
+        for row in _measure(family, case, options, bandwidth, progress):
+            results["rows"].append(row)
+            progress.row(row)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(family, case, options, bandwidth, progress):
+    """Yields a row for each mode."""
+    device = options.device
+    progress.now(f"{case.name}: data and reference")
+    try:
+        workload = family.build(case, device, _buffers(family, case, device))
+        candidates = functions(workload, options.baselines)
+        checks = _check(family, case, workload, candidates, progress)
+    except torch.OutOfMemoryError:
+        for mode in MODES:
+            yield {**_describe(family, case, mode, bandwidth), "failed": "out of memory"}
+        return
+    for mode in MODES:
+        row = _describe(family, case, mode, bandwidth)
+        ours = checks[mode][OURS]
+        if isinstance(ours, str):
+            yield {**row, "failed": ours}
+            continue
+        row["check"] = {"tensor": ours.tensor, "error": ours.error, "allowed": ours.allowed}
+        row["implementation"] = _implementation(candidates[OURS], workload, mode)
+        row["contenders"] = {
+            name: {"unavailable": check}
+            for name, check in checks[mode].items()
+            if isinstance(check, str)
+        }
+        calls = {
+            name: caller(candidates[name], workload, mode)
+            for name, check in checks[mode].items()
+            if not isinstance(check, str)
+        }
+        try:
+            times = _time(case, mode, calls, workload, device, _EFFORT[options.size], progress)
+        except torch.OutOfMemoryError:
+            yield {**row, "failed": "out of memory while measuring"}
+            continue
+        row["contenders"] |= times
+        row["against"] = {name: ratios(row, name) for name in times if name != OURS}
+        yield row
+
+
+def _buffers(family: Family, case: Case, device: str) -> int:
+    """So many that together they are three times the cache, or as many as make sense."""
+    touched = family.bytes_moved(case, FORWARD)
+    wanted = math.ceil(3 * floor.cache_bytes(device) / touched)
+    if device == "cpu":
+        wanted = min(wanted, _CPU_BUFFER_BYTES // touched)
+    return max(1, min(wanted, _MOST_BUFFERS))
+
+
+def _describe(family: Family, case: Case, mode: str, bandwidth: float) -> dict:
+    moved = family.bytes_moved(case, mode)
+    return {
+        "family": case.family,
+        "case": case.name,
+        "mode": mode,
+        "shape": list(case.shape),
+        "dtype": case.dtype_name,
+        **case.extra,
+        "group": case.group,
+        "count": case.count,
+        "floor": {"bytes": moved, "us": moved / bandwidth * 1e6},
+    }
+
+
+def _check(family, case, workload, candidates, progress) -> dict[str, dict]:
+    """For each mode and contender the passed check, or why there is nothing to be timed."""
+    expected = family.reference(case, workload)
+    checks: dict[str, dict] = {}
+    for mode in MODES:
+        right = caller(workload.functions["eager"], workload, mode)(0)
+        checks[mode] = {}
+        for name, function in candidates.items():
+            progress.now(f"{case.name} {mode}: checking {name}")
+            if mode == BOTH and name in workload.forward_only:
+                function = "forward only"
+            if isinstance(function, str):
+                checks[mode][name] = function
+                continue
+            try:
+                outputs = caller(function, workload, mode)(0)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a baseline that cannot run is a row's remark, not its end
+                checks[mode][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]
+                continue
+            check = accuracy.check(family.outputs, outputs, right, expected)
+            checks[mode][name] = check if check.passed else f"WRONG: {check}"
+    return checks
+
+
+def _implementation(function, workload: Workload, mode: str) -> dict[str, str]:
+    records = fusewise.explain(caller(function, workload, mode), 0)
+    return {record.direction: record.chosen for record in records}
+
+
+def _time(case, mode, calls, workload, device, effort, progress) -> dict[str, dict]:
+    """Times of each contender in µs, by GPU clock and wall clock, and its peak memory."""
+    found: dict[str, dict] = {name: {} for name in calls}
+    buffers = len(workload.inputs)
+    progress.now(f"{case.name} {mode}: wall time of {', '.join(calls)}")
+    loops = {name: LoopTimer(call, buffers, device) for name, call in calls.items()}
+    for name, samples in interleave(loops, effort.rounds, effort.budget).items():
+        found[name]["wall"] = summary(samples)
+    if device == "cuda":
+        for name, call in calls.items():
+            found[name]["peak_bytes"] = peak_bytes(call)
+        torch.cuda.empty_cache()
+        progress.now(f"{case.name} {mode}: GPU time of {', '.join(calls)}")
+        graphs = {name: GraphTimer(call, buffers) for name, call in calls.items()}
+        for name, samples in interleave(graphs, effort.rounds, effort.budget).items():
+            found[name]["gpu"] = summary(samples)
+    return found
+
+
+def ratios(row: dict, name: str) -> dict[str, dict]:
+    """How a baseline compares, by each clock."""
+    return {
+        clock: ratio_of_sums([(1, *_samples(row, name, clock))]).as_dict() for clock in _clocks(row)
+    }
+
+
+def _clocks(row: dict) -> list[str]:
+    return [clock for clock in ("gpu", "wall") if clock in row["contenders"][OURS]]
+
+
+def _samples(row: dict, name: str, clock: str) -> tuple[list[float], list[float]]:
+    return tuple(row["contenders"][who][clock]["samples"] for who in (name, OURS))
+
+
+def sums(rows: list[dict], cases: list[Case]):
+    """A row for each group and mode, where every case of the group was measured."""
+    for group in dict.fromkeys(case.group for case in cases if case.group):
+        members = {case.name for case in cases if case.group == group}
+        for mode in MODES:
+            parts = [
+                row
+                for row in rows
+                if row["case"] in members and row["mode"] == mode and "against" in row
+            ]
+            if len(parts) == len(members):
+                yield _sum(group, mode, parts)
+
+
+def _sum(group: str, mode: str, parts: list[dict]) -> dict:
+    def total(name: str, clock: str) -> float:
+        return sum(
+            row["count"] * median(row["contenders"][name][clock]["samples"]) for row in parts
+        )
+
+    clocks = _clocks(parts[0])
+    names = [name for name in parts[0]["against"] if all(name in row["against"] for row in parts)]
+    return {
+        "group": group,
+        "mode": mode,
+        "cases": len(parts),
+        "count": sum(row["count"] for row in parts),
+        "floor": {
+            key: sum(row["count"] * row["floor"][key] for row in parts) for key in ("bytes", "us")
+        },
+        "contenders": {
+            name: {clock: {"median": total(name, clock)} for clock in clocks}
+            for name in (OURS, *names)
+        },
+        "against": {
+            name: {
+                clock: ratio_of_sums(
+                    [(row["count"], *_samples(row, name, clock)) for row in parts]
+                ).as_dict()
+                for clock in clocks
+            }
+            for name in names
+        },
+    }
+
+
+def _cuda_missing() -> str | None:
+    """Why nothing can be measured on a GPU, or None."""
+    from fusewise._ops import CUDA_MISSING
+
+    if CUDA_MISSING:
+        return CUDA_MISSING
+    return None if torch.cuda.is_available() else "no GPU was found"

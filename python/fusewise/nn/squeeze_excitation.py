@@ -1,0 +1,60 @@
+"""Squeeze-and-Excitation as a module."""
+
+import torch
+from torch import Tensor
+
+from .. import functional
+
+
+class SqueezeExcitation(torch.nn.Module):
+    """`x * gate(fc2(act(fc1(mean(x)))))`, the mean over H and W, as one fused operator.
+
+    Parameters and state dict are those of torchvision's module: `fc1` and `fc2` are 1x1
+    convolutions that hold them and are not called themselves.
+
+    Args:
+        channels: C of the input `[N, C, H, W]`.
+        reduced: number of hidden units, R.
+        activation: "silu" or "relu".
+        gate: "sigmoid" or "hardsigmoid".
+        bias: whether fc1 and fc2 have biases.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        reduced: int,
+        activation: str = "silu",
+        gate: str = "sigmoid",
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        for name, value in (("channels", channels), ("reduced", reduced)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        for name, value, known in (
+            ("activation", activation, ("silu", "relu")),
+            ("gate", gate, ("sigmoid", "hardsigmoid")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: expected {known[0]!r} or {known[1]!r}, got {value!r}")
+        self.activation = activation
+        self.gate = gate
+        self.fc1 = torch.nn.Conv2d(channels, reduced, 1, bias=bias, device=device, dtype=dtype)
+        self.fc2 = torch.nn.Conv2d(reduced, channels, 1, bias=bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as torch.nn.Conv2d does."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        fc1, fc2 = self.fc1, self.fc2
+        return functional.squeeze_excite(
+            x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, self.activation, self.gate
+        )
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, gate={self.gate!r}"

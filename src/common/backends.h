@@ -1,0 +1,24 @@
+#pragma once
+
+// What each backend offers to the core. The CUDA half is defined in src/cuda, or, in a build
+// without CUDA, in no_cuda.cpp, where every list is empty.
+
+#include "common/implementation.h"
+#include "fusewise/squeeze_excite.h"
+
+namespace fusewise::cpu {
+
+Implementations<SqueezeExciteForward> squeeze_excite_forward();
+Implementations<SqueezeExciteBackward> squeeze_excite_backward();
+
+}  // namespace fusewise::cpu
+
+namespace fusewise::cuda {
+
+void* allocate(const Context& context, std::size_t bytes);
+void deallocate(const Context& context, void* memory) noexcept;
+
+Implementations<SqueezeExciteForward> squeeze_excite_forward();
+Implementations<SqueezeExciteBackward> squeeze_excite_backward();
+
+}  // namespace fusewise::cuda

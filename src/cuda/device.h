@@ -1,0 +1,19 @@
+#pragma once
+
+// What a launcher needs to know of the GPU, asked once per device and kept.
+
+#include "fusewise/tensor.h"
+
+namespace fusewise::cuda {
+
+struct DeviceLimits {
+  int capability;           ///< 90 for sm_90
+  int multiprocessors;      ///< 132 on an H200
+  int shared_memory;        ///< bytes of one multiprocessor
+  int block_shared_memory;  ///< bytes that one block may have at the most
+  bool cooperative;         ///< whether grid-wide barriers are supported
+};
+
+const DeviceLimits& limits_of(Device device);
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,66 @@
+#pragma once
+
+// Launching kernels, one after another with as little between them as the GPU allows.
+
+#include <cstdint>
+
+#include "common/check.h"
+#include "cuda/cuda_error.h"
+#include "cuda/device.h"
+#include "fusewise/context.h"
+
+namespace fusewise::cuda {
+
+struct Launch {
+  const Context& context;
+  std::int64_t blocks;
+  int threads;
+  std::size_t shared_bytes = 0;
+  /// Its blocks may start while the kernel before is at its end (Hopper and newer). Then it calls
+  /// wait_for_previous_kernel() before it touches what that kernel wrote.
+  bool overlaps_previous = false;
+};
+
+template <typename... Parameters, typename... Arguments>
+void launch_kernel(const Launch& launch, const char* what, void (*kernel)(Parameters...),
+                   Arguments... arguments) {
+  if (launch.blocks == 0) return;
+  check(launch.blocks < (std::int64_t{1} << 31), what, ": the problem is too large for one launch");
+  const DeviceLimits& limits = limits_of(launch.context.device);
+  if (launch.shared_bytes > 48 * 1024) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    limits.block_shared_memory),
+               what);
+  }
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
+  config.blockDim = dim3(launch.threads);
+  config.dynamicSmemBytes = launch.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(launch.context.stream);
+  config.attrs = &overlap;
+  config.numAttrs = launch.overlaps_previous && limits.capability >= 90 ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), what);
+}
+
+/// Lets the blocks of a kernel that overlaps this one start as soon as there is room.
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
+/// Brings the line of an address into L2.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+}  // namespace fusewise::cuda

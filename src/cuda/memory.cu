@@ -1,0 +1,55 @@
+// The device's own memory pool, used where the caller brings no allocator; and the device's limits.
+
+#include <array>
+#include <memory>
+#include <mutex>
+
+#include "common/backends.h"
+#include "cuda/cuda_error.h"
+#include "cuda/device.h"
+
+namespace fusewise::cuda {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, which, device), "asking for the GPU's limits");
+  return value;
+}
+
+DeviceLimits ask(int device) {
+  return {
+      .capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+                    attribute(cudaDevAttrComputeCapabilityMinor, device),
+      .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device),
+      .shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+      .block_shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+      .cooperative = attribute(cudaDevAttrCooperativeLaunch, device) != 0,
+  };
+}
+
+}  // namespace
+
+const DeviceLimits& limits_of(Device device) {
+  static std::array<std::once_flag, kMaxDevices> once;
+  static std::array<DeviceLimits, kMaxDevices> limits;
+  check(device.index >= 0 && device.index < kMaxDevices, "device: no GPU number ", device.index);
+  std::call_once(once[device.index], [&] { limits[device.index] = ask(device.index); });
+  return limits[device.index];
+}
+
+void* allocate(const Context& context, std::size_t bytes) {
+  void* memory = nullptr;
+  check_cuda(cudaMallocAsync(&memory, bytes, static_cast<cudaStream_t>(context.stream)),
+             "allocating scratch memory");
+  return memory;
+}
+
+void deallocate(const Context& context, void* memory) noexcept {
+  // Fails only where the context is gone already, and the memory with it.
+  static_cast<void>(cudaFreeAsync(memory, static_cast<cudaStream_t>(context.stream)));
+}
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,33 @@
+// What Squeeze-and-Excitation has on CUDA, fastest first.
+
+#include "common/backends.h"
+#include "cuda/squeeze_excite/general.cuh"
+#include "cuda/squeeze_excite/ring.cuh"
+#include "cuda/squeeze_excite/two_pass.cuh"
+
+namespace fusewise::cuda {
+namespace {
+
+template <typename Call>
+constexpr Implementation<Call> kTwoPass{"two_pass", two_pass_declines, two_pass_run};
+
+template <typename Call>
+constexpr Implementation<Call> kGeneral{
+    "general", [](const Context&, const Call&) { return std::string(); }, general_run};
+
+}  // namespace
+
+Implementations<SqueezeExciteForward> squeeze_excite_forward() {
+  using Call = SqueezeExciteForward;
+  static constexpr Implementation<Call> list[] = {
+      {"ring", ring_declines, ring_run}, kTwoPass<Call>, kGeneral<Call>};
+  return list;
+}
+
+Implementations<SqueezeExciteBackward> squeeze_excite_backward() {
+  using Call = SqueezeExciteBackward;
+  static constexpr Implementation<Call> list[] = {kTwoPass<Call>, kGeneral<Call>};
+  return list;
+}
+
+}  // namespace fusewise::cuda

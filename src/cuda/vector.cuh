@@ -1,0 +1,105 @@
+#pragma once
+
+// The one 16-byte vector that every kernel loads and stores, and conversions to and from the
+// accumulation type.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "fusewise/tensor.h"
+
+namespace fusewise::cuda {
+
+template <typename T>
+struct Accumulate {
+  using type = float;
+};
+template <>
+struct Accumulate<double> {
+  using type = double;
+};
+/// float32 for everything but float64.
+template <typename T>
+using Accumulator = typename Accumulate<T>::type;
+
+template <typename A, typename T>
+__device__ __forceinline__ A to_accumulator(T value) {
+  return static_cast<A>(value);
+}
+template <>
+__device__ __forceinline__ float to_accumulator<float, __half>(__half value) {
+  return __half2float(value);
+}
+template <>
+__device__ __forceinline__ float to_accumulator<float, __nv_bfloat16>(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+
+template <typename T, typename A>
+__device__ __forceinline__ T from_accumulator(A value) {
+  return static_cast<T>(value);
+}
+template <>
+__device__ __forceinline__ __half from_accumulator<__half, float>(float value) {
+  return __float2half_rn(value);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_accumulator<__nv_bfloat16, float>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+/// 16 bytes of T.
+template <typename T>
+struct alignas(16) Vector {
+  static constexpr int kSize = 16 / sizeof(T);
+  T values[kSize];
+
+  __device__ __forceinline__ auto operator[](int i) const {
+    return to_accumulator<Accumulator<T>>(values[i]);
+  }
+  __device__ __forceinline__ void set(int i, Accumulator<T> value) {
+    values[i] = from_accumulator<T>(value);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ Vector<T> load_vector(const T* address) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(address);
+  return reinterpret_cast<const Vector<T>&>(bits);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_vector(T* address, const Vector<T>& vector) {
+  *reinterpret_cast<uint4*>(address) = reinterpret_cast<const uint4&>(vector);
+}
+
+/// For what will not be read again soon: leaves L2 first.
+template <typename T>
+__device__ __forceinline__ void store_streaming(T* address, const Vector<T>& vector) {
+  __stcs(reinterpret_cast<uint4*>(address), reinterpret_cast<const uint4&>(vector));
+}
+
+/// Calls `body` with a value of the device type that `dtype` stands for; float64 is not among them.
+template <typename Body>
+void dispatch_short_dtype(DType dtype, Body&& body) {
+  if (dtype == DType::f32) return body(float{});
+  if (dtype == DType::f16) return body(__half{});
+  if (dtype == DType::bf16) return body(__nv_bfloat16{});
+}
+
+/// Calls `body` with a value of the device type that `dtype` stands for.
+template <typename Body>
+void dispatch_dtype(DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::f32:
+      return body(float{});
+    case DType::f64:
+      return body(double{});
+    case DType::f16:
+      return body(__half{});
+    case DType::bf16:
+      return body(__nv_bfloat16{});
+  }
+}
+
+}  // namespace fusewise::cuda

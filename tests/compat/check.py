@@ -1,0 +1,82 @@
+"""A short list for a torch other than the one that the library was built with.
+
+Plain Python, because the environment it runs in has torch and fusewise and nothing else.
+"""
+
+import torch
+from torch.nn.functional import silu
+
+import fusewise
+
+origin = "site-packages" if "site-packages" in fusewise.__file__ else "the source tree"
+print(f"fusewise {fusewise.__version__} from {origin}, torch {torch.__version__}")
+
+
+def reference(x, w1, b1, w2, b2):
+    hidden = silu(x.mean((2, 3)) @ w1.T + b1)
+    return x * torch.sigmoid(hidden @ w2.T + b2)[:, :, None, None]
+
+
+def inputs(dtype, layout=torch.contiguous_format):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 65, 7, 5), (3, 65), (3,), (65, 3), (65,)
+    values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    values[0] = values[0].to(memory_format=layout)
+    return [value.requires_grad_() for value in values]
+
+
+def forward_and_backward():
+    """Every dtype and both layouts, with all five gradients."""
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            ours = inputs(dtype, layout)
+            exact = [tensor.detach().double().requires_grad_() for tensor in ours]
+            y = fusewise.functional.squeeze_excite(*ours)
+            assert y.is_contiguous(memory_format=layout)
+            y.sum().backward()
+            expected = reference(*exact)
+            expected.sum().backward()
+            tolerance = 64 * torch.finfo(dtype).eps
+            torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+            for tensor, right in zip(ours, exact, strict=True):
+                scale = right.grad.abs().max().item()
+                torch.testing.assert_close(
+                    tensor.grad.double(), right.grad, rtol=tolerance, atol=tolerance * scale
+                )
+
+
+def fake_kernels():
+    """Tracing gives the sizes and strides that running gives."""
+    x, *weights = inputs(torch.float32, torch.channels_last)
+    real = fusewise.functional.squeeze_excite(x, *weights)
+    meta = fusewise.functional.squeeze_excite(
+        torch.empty_like(x, device="meta"), *(weight.to("meta") for weight in weights)
+    )
+    assert meta.shape == real.shape and meta.stride() == real.stride()
+
+
+def export():
+    """A module with a batch of any size."""
+    module = fusewise.nn.SqueezeExcitation(8, 2)
+    x = torch.randn(4, 8, 6, 6)
+    exported = torch.export.export(
+        module, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},)
+    )
+    other = torch.randn(7, 8, 6, 6)
+    torch.testing.assert_close(exported.module()(other), module(other))
+
+
+def bad_input():
+    """Errors keep their words."""
+    try:
+        fusewise.functional.squeeze_excite(torch.randn(2, 3), *inputs(torch.float32)[1:])
+    except (RuntimeError, ValueError) as error:
+        assert "x" in str(error).split(":")[0], error
+    else:
+        raise AssertionError("a two-dimensional x was accepted")
+
+
+if __name__ == "__main__":
+    for check in (forward_and_backward, fake_kernels, export, bad_input):
+        check()
+        print(f"  {check.__name__}: passed")

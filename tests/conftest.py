@@ -1,0 +1,68 @@
+"""What every Python test shares: the devices they run on, and a repeatable hypothesis."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+try:
+    import hypothesis
+except ImportError:  # a GPU machine may have torch and pytest alone; test_property.py says so
+    hypothesis = None
+
+if hypothesis:
+    hypothesis.settings.register_profile(
+        "repeatable",
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.register_profile(
+        "explore", hypothesis.settings.get_profile("repeatable"), derandomize=False
+    )
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("all", "cpu", "cuda"), default="all")
+
+
+def pytest_generate_tests(metafunc):
+    if "device" in metafunc.fixturenames:
+        wanted = metafunc.config.getoption("--device")
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        metafunc.parametrize("device", [d for d in devices if wanted in ("all", d)])
+
+
+def pytest_collection_modifyitems(items):
+    missing = pytest.mark.skip(reason=f"needs two GPUs, found {torch.cuda.device_count()}")
+    for item in items:
+        if "two_gpus" in item.keywords and torch.cuda.device_count() < 2:
+            item.add_marker(missing)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def run_python():
+    """Runs a program in a fresh interpreter that finds the same modules; fails where it fails."""
+
+    def run(program, **environment):
+        prelude = f"import sys\nsys.path[:0] = {sys.path!r}\n"
+        done = subprocess.run(
+            [sys.executable, "-c", prelude + textwrap.dedent(program)],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

@@ -1,0 +1,248 @@
+"""Squeeze-and-Excitation as the tests know it: eager torch, the fp64 reference, and the inputs."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+import fusewise
+from accuracy import assert_close
+from fusewise.functional import squeeze_excite
+
+OUTPUTS = ("y", "dx", "dw1", "db1", "dw2", "db2")
+ACTIVATIONS = ("silu", "relu")
+GATES = ("sigmoid", "hardsigmoid")
+
+# x's dtype, and that of the weights.
+DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "fp64": (torch.float64, torch.float64),
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16-fp32": (torch.float16, torch.float32),
+    "bf16-fp32": (torch.bfloat16, torch.float32),
+}
+
+
+def _sliced(t):
+    n, c, h, w = t.shape
+    return t.new_empty(n, c, h + 2, 2 * w + 1)[:, :, 1 : h + 1, 1::2].copy_(t)
+
+
+def _misaligned(t):
+    """Dense, but one element away from where the allocator would put it."""
+    return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+
+def _misaligned_channels_last(t):
+    return _misaligned(t.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+# Each makes a tensor with the same values (`expanded`: those of its first pixel) laid out anew.
+LAYOUTS = {
+    "nchw": lambda t: t.contiguous(),
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "sliced": _sliced,
+    "channel_slice": lambda t: torch.cat([t, t, t], 1)[:, t.shape[1] : 2 * t.shape[1]],
+    "transposed": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+    "batch_inside": lambda t: t.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+    "expanded": lambda t: t[:, :, :1, :1].expand_as(t),
+    "misaligned": _misaligned,
+    "misaligned_channels_last": _misaligned_channels_last,
+}
+
+
+@dataclass
+class Case:
+    """The inputs of one call, and the gradient that comes back to it."""
+
+    x: torch.Tensor
+    w1: torch.Tensor
+    b1: torch.Tensor | None
+    w2: torch.Tensor
+    b2: torch.Tensor | None
+    dy: torch.Tensor
+    activation: str = "silu"
+    gate: str = "sigmoid"
+    _expected: dict = field(default=None, repr=False)
+
+    @property
+    def inputs(self):
+        return self.x, self.w1, self.b1, self.w2, self.b2
+
+    @property
+    def arguments(self):
+        return *self.inputs, self.activation, self.gate
+
+    def expected(self):
+        """By output: eager torch's, the fp64 reference, and the scale; computed once."""
+        if self._expected is None:
+            mixed = self.x.dtype != self.w1.dtype
+            with torch.autocast(self.x.device.type, self.x.dtype, enabled=mixed):
+                found = gradients(eager, self)
+            double = Case(
+                *(_double(t) for t in (*self.inputs, self.dy)), self.activation, self.gate
+            )
+            reference = gradients(eager, double)
+            scale = scales(double, self.x.dtype)
+            self._expected = {
+                name: (found[name], reference[name], scale[name]) for name in reference
+            }
+        return self._expected
+
+    def check(self, fn=squeeze_excite):
+        """Forward and all gradients of `fn` against the rule; returns them."""
+        ours = gradients(fn, self)
+        for name, (found, reference, scale) in self.expected().items():
+            assert_close(name, ours[name], found, reference, scale)
+        return ours
+
+    def implementations(self, backward=True):
+        """The names that take this call, forward or backward."""
+        with torch.set_grad_enabled(backward):
+            x = self.x.detach().requires_grad_(backward)
+            explanation = fusewise.explain(squeeze_excite, x, *self.arguments[1:])
+        names = [{c.name for c in record.candidates if not c.reason} for record in explanation]
+        return sorted(set.intersection(*names))
+
+    def check_every_implementation(self):
+        """The rule, and bit-identical reruns, for the default choice and for each implementation
+        that takes the call; returns their names, the default as ''."""
+        checked = []
+        for name in ("", *self.implementations()):
+            with fusewise.implementation(squeeze_excite=name):
+                try:
+                    first = self.check()
+                except RuntimeError as error:
+                    # `explain` does not know dy; a forced implementation may decline its layout.
+                    if name and "none takes this call" in str(error):
+                        continue
+                    raise
+                second = gradients(squeeze_excite, self)
+            for output in first:
+                assert same_bits(first[output], second[output]), f"{name}: {output} in a rerun"
+            checked.append(name)
+        assert len(checked) >= 2, "no implementation could be forced"
+        return checked
+
+
+def make_case(
+    shape,
+    reduced,
+    device="cpu",
+    dtypes=DTYPES["fp32"],
+    layout="nchw",
+    dy_layout=None,
+    activation="silu",
+    gate="sigmoid",
+    bias=(True, True),
+    convolution=False,
+):
+    """Random inputs that keep the gates away from their flat ends."""
+    c, tail = shape[1], (1, 1) if convolution else ()
+    x_dtype, w_dtype = dtypes
+
+    def draw(*size, dtype=w_dtype, divisor=1.0):
+        return (torch.randn(size, dtype=torch.float64, device=device) / divisor).to(dtype)
+
+    return Case(
+        x=LAYOUTS[layout](draw(*shape, dtype=x_dtype) + 0.5),
+        w1=draw(reduced, c, *tail, divisor=c**0.5),
+        b1=draw(reduced) if bias[0] else None,
+        w2=draw(c, reduced, *tail, divisor=reduced**0.5),
+        b2=draw(c) if bias[1] else None,
+        dy=LAYOUTS[dy_layout or layout](draw(*shape, dtype=x_dtype)),
+        activation=activation,
+        gate=gate,
+    )
+
+
+def _gate(name, z):
+    if name == "hardsigmoid" and z.dtype == torch.float64:
+        return F.relu6(z + 3) / 6  # torch's own keeps its 1/6 in float32
+    return getattr(F, name)(z)
+
+
+def eager(x, w1, b1, w2, b2, activation="silu", gate="sigmoid"):
+    """The formula in torch's own operators."""
+    pooled = x.mean((2, 3))
+    hidden = getattr(F, activation)(F.linear(pooled, w1.flatten(1), b1))
+    gates = _gate(gate, F.linear(hidden, w2.flatten(1), b2))
+    return x * gates[:, :, None, None]
+
+
+def gradients(fn, case):
+    """y and the gradient of every input that is there, by name."""
+    inputs = [None if t is None else t.detach().requires_grad_() for t in case.inputs]
+    y = fn(*inputs, case.activation, case.gate)
+    present = {
+        f"d{n}": t
+        for n, t in zip(("x", "w1", "b1", "w2", "b2"), inputs, strict=True)
+        if t is not None
+    }
+    found = torch.autograd.grad(y, list(present.values()), case.dy)
+    return {"y": y.detach(), **dict(zip(present, found, strict=True))}
+
+
+def scales(case, dtype):
+    """The largest sum of |terms| behind an element of each output, from fp64 inputs.
+
+    The outermost sum rounds in `dtype`. The sums inside it (pooling, both products, the sum over
+    pixels in backward) are kept in the accumulator's precision, so for half data they count with
+    the accumulator's eps and not with half's. Upper-case names are sums of |terms|, propagated to
+    first order.
+    """
+    x, w1, b1, w2, b2 = (t if t is None else t.abs() for t in case.inputs)
+    w1, w2, dy, pixels = w1.flatten(1), w2.flatten(1), case.dy.abs(), x[0, 0].numel()
+
+    p = case.x.mean((2, 3)).abs()
+    z = F.linear(case.x.mean((2, 3)), case.w1.flatten(1), case.b1).requires_grad_()
+    h = getattr(F, case.activation)(z)
+    act_slope = torch.autograd.grad(h.sum(), z)[0].abs()
+    h = h.detach()
+    z2 = F.linear(h, case.w2.flatten(1), case.b2).requires_grad_()
+    g = _gate(case.gate, z2)
+    gate_slope = torch.autograd.grad(g.sum(), z2)[0].abs()
+    h, g = h.abs(), g.detach()
+    dg = (case.dy * case.x).sum((2, 3))
+    dz2 = dg * gate_slope
+    dh = dz2 @ case.w2.flatten(1)
+    dz = (dh * act_slope).abs()  # |act'| in place of act': only magnitudes are wanted here
+    dg, dz2, dh = dg.abs(), dz2.abs(), dh.abs()
+
+    P = x.mean((2, 3))
+    Z = F.linear(P, w1, b1)
+    H = act_slope * Z
+    Z2 = F.linear(H, w2, b2)
+    G = gate_slope * Z2
+    DZ2 = gate_slope * ((dy * x).sum((2, 3)) + dg * Z2)
+    DZ = act_slope * (DZ2 @ w2) + dh * Z
+
+    def image(gates):
+        return gates[:, :, None, None]
+
+    terms = {
+        "y": (x * image(g), x * image(G)),
+        "dx": (dy * image(g) + image(dz @ w1) / pixels, dy * image(G) + image(DZ @ w1) / pixels),
+        "dw1": (dz.T @ p, DZ.T @ p + dz.T @ P),
+        "db1": (dz.sum(0), DZ.sum(0)),
+        "dw2": (dz2.T @ h, DZ2.T @ h + dz2.T @ H),
+        "db2": (dz2.sum(0), DZ2.sum(0)),
+    }
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    inner = torch.finfo(accumulator).eps / torch.finfo(dtype).eps
+
+    def largest(t):
+        finite = t[t.isfinite()]
+        return finite.max().item() if finite.numel() else 0.0
+
+    return {name: largest(last) + inner * largest(sums) for name, (last, sums) in terms.items()}
+
+
+def same_bits(a, b):
+    """Equal, NaN included."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(nan=0.125), b.nan_to_num(nan=0.125))
+
+
+def _double(t):
+    return None if t is None else t.double()

@@ -1,0 +1,216 @@
+"""Builds, tests, measures and sanitizes on a GPU, and writes what happened to gpu-results/.
+
+    python3 tools/gpu.py [build] [test] [bench] [sanitize]
+
+Without arguments all four, in that order. A step that fails is recorded and the next one runs;
+any failure makes the exit code 1. Installs nothing. summary.md is meant for docs/results/.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "gpu-results"
+CTEST_BINARY = ROOT / "build" / "dev" / "tests" / "cpp" / "fusewise_tests"
+# The first CMake on the path may be a system's old one; one beside this Python is ours.
+ENVIRONMENT = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")])
+    ),
+}
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+
+
+@dataclass
+class Outcome:
+    step: str
+    passed: bool
+    seconds: float
+    detail: str
+
+
+def run(step: str, command: list, timeout: int, show: bool = True, **environment) -> Outcome:
+    """Runs a command with its output in gpu-results/<step>.log and, where `show`, on the screen."""
+    print(f"\n=== {step}: {' '.join(map(str, command))}", flush=True)
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        list(map(str, command)),
+        cwd=ROOT,
+        env=ENVIRONMENT | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that a timeout ends the children too
+    )
+    timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        with (OUT / f"{step}.log").open("w") as log:
+            for line in process.stdout:
+                log.write(line)
+                if show:
+                    print(line, end="", flush=True)
+        code = process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:  # interrupted
+            os.killpg(process.pid, signal.SIGKILL)
+    seconds = round(time.monotonic() - begin, 1)
+    detail = f"stopped after {timeout} s" if seconds >= timeout else f"exit code {code}"
+    return Outcome(step, code == 0, seconds, detail)
+
+
+def build() -> list[Outcome]:
+    configure = run(
+        "configure",
+        ["cmake", "--preset", "dev", "-DFUSEWISE_CUDA=ON", f"-DPython_EXECUTABLE={sys.executable}"],
+        timeout=60,
+    )
+    if not configure.passed:
+        return [configure]
+    return [configure, run("build", ["cmake", "--build", "--preset", "dev"], timeout=240)]
+
+
+def test() -> list[Outcome]:
+    ctest = run(
+        "ctest",
+        ["ctest", "--preset", "dev", "-j", os.cpu_count(), "--output-junit", OUT / "ctest.xml"],
+        timeout=120,
+    )
+    pytest = run(
+        "pytest",
+        [sys.executable, "-m", "pytest", "-q", f"--junitxml={OUT / 'pytest.xml'}"],
+        timeout=240,
+    )
+    for outcome in (ctest, pytest):
+        counts = count_tests(OUT / f"{outcome.step}.xml")
+        if counts:
+            outcome.detail = counts
+    return [ctest, pytest]
+
+
+def count_tests(junit: Path) -> str | None:
+    """ "120 passed, 3 skipped, 0 failed", or None where there is no report."""
+    if not junit.is_file():
+        return None
+    cases = list(ET.parse(junit).getroot().iter("testcase"))
+    failed = sum(
+        case.find("failure") is not None
+        or case.find("error") is not None
+        or case.get("status") == "fail"
+        for case in cases
+    )
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return f"{len(cases) - failed - skipped} passed, {skipped} skipped, {failed} failed"
+
+
+def bench() -> list[Outcome]:
+    command = [sys.executable, "-m", "fusewise", "bench", "--full", "--device", "cuda"]
+    return [run("bench", [*command, "--out", OUT.relative_to(ROOT) / "bench"], timeout=240)]
+
+
+def sanitize() -> list[Outcome]:
+    """Every checker over a short list of Python calls, and over the C++ tests made for it."""
+    if shutil.which("compute-sanitizer") is None:
+        return [Outcome("sanitize", False, 0, "compute-sanitizer is not on the path")]
+    programs = {"python": [sys.executable, "tools/sanitizer_calls.py"]}
+    if CTEST_BINARY.is_file():
+        programs["cpp"] = [CTEST_BINARY, "--gtest_filter=*Cuda*Short*"]
+
+    def check(tool: str, name: str) -> Outcome:
+        checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        # With its cache, torch hands out pieces of large blocks, and nothing is out of bounds.
+        uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        step = f"{tool}-{name}"
+        outcome = run(step, [*checker, *programs[name]], timeout=120, show=False, **uncached)
+        log = (OUT / f"{step}.log").read_text()
+        found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", log)
+        outcome.detail += f", {found[-1] if found else 'no summary'}"
+        if not outcome.passed:
+            print(log[-4000:])
+        return outcome
+
+    # Nothing is timed here, so they may all run at once.
+    jobs = [(tool, name) for tool in SANITIZERS for name in programs]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(lambda job: check(*job), jobs))
+
+
+STEPS = {"build": build, "test": test, "bench": bench, "sanitize": sanitize}
+
+
+def summarize(steps: list[str], outcomes: list[Outcome]) -> None:
+    described = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import json; from fusewise.bench.environment import describe;"
+            "print(json.dumps(describe('cuda')))",
+        ],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    environment = json.loads(described.stdout) if described.returncode == 0 else {}
+    command = f'make gpu STEPS="{" ".join(steps)}"' if steps != list(STEPS) else "make gpu"
+    results = OUT / "bench" / "results.json"
+    measured = "bench" in steps and results.is_file()
+    summary = {
+        "command": command,
+        "environment": environment,
+        "passed": all(outcome.passed for outcome in outcomes),
+        "steps": [asdict(outcome) for outcome in outcomes],
+        "bench": json.loads(results.read_text()) if measured else None,
+    }
+    (OUT / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+    lines = [f"# `{command}`: {'passed' if summary['passed'] else 'FAILED'}", ""]
+    lines += [f"- {key}: {value}" for key, value in environment.items()]
+    lines += ["", "| step | | seconds | |", "| --- | --- | ---: | --- |"]
+    lines += [
+        f"| {o.step} | {'passed' if o.passed else 'FAILED'} | {o.seconds} | {o.detail} |"
+        for o in outcomes
+    ]
+    lines.append("")
+    if measured:
+        lines.append((OUT / "bench" / "summary.md").read_text().replace("# ", "## "))
+    (OUT / "summary.md").write_text("\n".join(lines))
+    print("\n" + "\n".join(lines))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
+    asked = parser.parse_args().steps
+    unknown = [step for step in asked if step not in STEPS]
+    if unknown:
+        parser.error(f"unknown step {unknown[0]}; there are: {', '.join(STEPS)}")
+    steps = [step for step in STEPS if step in asked] or list(STEPS)
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir()
+    outcomes: list[Outcome] = []
+    try:
+        for step in steps:
+            outcomes += STEPS[step]()
+    finally:
+        summarize(steps, outcomes)
+    return int(not all(outcome.passed for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

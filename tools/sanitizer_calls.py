@@ -1,0 +1,50 @@
+"""The calls that compute-sanitizer watches: every implementation, small and odd shapes, both ways.
+
+Small, because a watched kernel runs a hundred times slower.
+"""
+
+import torch
+
+import fusewise
+
+SHAPES = (
+    # n, channels, height, width, reduced
+    (2, 64, 8, 8, 8),
+    (3, 65, 7, 5, 3),
+    (1, 1, 1, 1, 1),
+    (2, 336, 12, 12, 14),
+)
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+
+
+def call(shape, dtype, layout) -> None:
+    n, channels, height, width, reduced = shape
+    weights = (reduced, channels), (reduced,), (channels, reduced), (channels,)
+    sizes = ((n, channels, height, width), *weights)
+    tensors = [torch.randn(size, device="cuda", dtype=dtype) for size in sizes]
+    tensors[0] = tensors[0].to(memory_format=layout)
+    for name in names(tensors):
+        with fusewise.implementation(squeeze_excite=name):
+            fusewise.functional.squeeze_excite(*tensors)
+            learned = [tensor.detach().requires_grad_() for tensor in tensors]
+            y = fusewise.functional.squeeze_excite(*learned)
+            torch.autograd.grad(y, learned, torch.ones_like(y))
+
+
+def names(tensors) -> list[str]:
+    """The implementations that take the call in both directions."""
+    learned = [tensor.detach().requires_grad_() for tensor in tensors]
+    records = fusewise.explain(fusewise.functional.squeeze_excite, *learned)
+    taking = [{c.name for c in record.candidates if not c.reason} for record in records]
+    return sorted(set.intersection(*taking))
+
+
+if __name__ == "__main__":
+    done = 0
+    for shape in SHAPES:
+        for dtype in (torch.float16, torch.float32):
+            for layout in LAYOUTS:
+                call(shape, dtype, layout)
+                done += 1
+    torch.cuda.synchronize()
+    print(f"{done} calls, every implementation")

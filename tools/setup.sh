@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Makes .venv with the pinned packages, and links this source tree into it. `make setup` calls this.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fail() {
+  echo "setup: $1" >&2
+  exit 1
+}
+
+python=${PYTHON:-python3}
+command -v "$python" >/dev/null || fail "no $python found; on Debian: apt-get install python3 python3-venv"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+  fail "$("$python" --version) is too old; Python 3.10 or newer is needed (PYTHON=... picks another)"
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+  fail "$python has no venv module; on Debian: apt-get install python3-venv"
+command -v g++ >/dev/null || fail "no g++ found; on Debian: apt-get install g++"
+gxx=$(g++ -dumpfullversion)
+[ "${gxx%%.*}" -ge 12 ] || fail "g++ $gxx is too old; g++ 12 or newer is needed"
+
+# GoogleTest is a system package: the one thing that does not come from Python packages.
+has_gtest() { echo '#include <gtest/gtest.h>' | g++ -E -x c++ - >/dev/null 2>&1; }
+if ! has_gtest && command -v apt-get >/dev/null; then
+  if [ "$(id -u)" = 0 ]; then
+    as_root=()
+  elif sudo -n true 2>/dev/null; then
+    as_root=(sudo -n)
+  fi
+  if [ -v as_root ]; then
+    echo "setup: installing libgtest-dev"
+    { "${as_root[@]}" apt-get update -qq &&
+      "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends libgtest-dev; } || true
+  fi
+fi
+if ! has_gtest; then
+  [ "${CI:-}" != true ] || fail "CI needs GoogleTest: apt-get install libgtest-dev"
+  echo "setup: GoogleTest is missing, C++ tests will be SKIPPED; to have them: apt-get install libgtest-dev"
+fi
+
+"$python" -m venv .venv
+.venv/bin/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+
+# The package is used from the source tree; CMake puts the compiled operators into it.
+site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "$PWD/python" >"$site/fusewise-source.pth"
+cat >.venv/bin/fusewise <<LAUNCHER
+#!$PWD/.venv/bin/python
+from fusewise.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
+LAUNCHER
+chmod +x .venv/bin/fusewise
+touch .venv/ready
