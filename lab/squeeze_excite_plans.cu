@@ -1,15 +1,16 @@
-// Laboratory: times the ring kernel under every plan that fits, beside the general kernels, for
-// EfficientNet-B4's blocks (batch 32, float16, channels-last) and two planar shapes; each result is
-// compared with the general one first. Cold L2: buffers rotate. Not shipped.
+// Laboratory: times the ring and two-pass kernels under many plans, beside the general kernels, for
+// EfficientNet-B4's blocks (batch 32, float16, channels-last) and three planar shapes; each result
+// is compared with the general one first. Cold L2: buffers rotate. Not shipped; built by hand with
+// nvcc from this file, src/cuda and the two sources of src/common that they need.
 
 #include <cuda_fp16.h>
-#include <curand.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/cuda_error.h"
@@ -246,37 +247,39 @@ int main() {
           if (k.c <= 1024) two_pass(Cut::pixels, static_cast<int>((hw + chunks - 1) / chunks));
         }
       }
-      for (Split split : {Split::channels_last_by_channel, Split::channels_last_by_pixel,
-                          Split::planar_by_channel}) {
-        if ((split == Split::planar_by_channel) != k.planar) continue;
-        for (int blocks = 1; blocks <= kRingMaxBlocks; ++blocks) {
-          int last = 0;
-          for (int slices = 1; slices <= blocks * limits.multiprocessors; ++slices) {
-            auto plan = ring_plan_with(
-                ring_problem(make(0, out)), split, slices, blocks,
-                {limits.multiprocessors, limits.shared_memory, limits.block_shared_memory});
-            if (!plan || plan->slices == last) continue;
+      if constexpr (std::is_same_v<decltype(make(0, out)), SqueezeExciteForward>) {
+        const RingProblem problem{k.n,     k.c, hw, k.r, static_cast<int>(e), static_cast<int>(e),
+                                  k.planar};
+        const auto ring = [&](std::string name, const RingPlan& plan) {
+          const char letter = plan.split == Split::channels_last_by_pixel ? 'p' : 'c';
+          char text[96];
+          std::snprintf(text, sizeof text, "%c%d/g%d/s%d%s", letter, plan.slices, plan.groups,
+                        plan.stages, plan.staggered ? "~" : "");
+          trial(name + text, [&](int i) { ring_run(context, make(i, out), plan); });
+        };
+        for (Split split : {Split::channels_last_by_channel, Split::channels_last_by_pixel,
+                            Split::planar_by_channel}) {
+          if ((split == Split::planar_by_channel) != k.planar) continue;
+          for (int slices = 1; slices <= 40; ++slices) {
+            auto plan = ring_plan_with(problem, split, slices, limits.multiprocessors,
+                                       limits.block_shared_memory);
             // Only plans that use most of the chip, and by channel no slice under 64 bytes.
-            if (plan->slices * plan->groups < 105 * blocks) continue;
+            if (!plan || plan->slices != slices || slices * plan->groups < 105) continue;
             if (split == Split::channels_last_by_channel && plan->per_slice * e < 64) continue;
             if (split == Split::channels_last_by_pixel && k.c > 400) continue;
-            if (plan->slices > 80 || (k.n > 6 * plan->groups && plan->stages > 2)) continue;
-            last = plan->slices;
-            const bool may_stagger = plan->staggered;
-            for (int stagger = 0; stagger <= may_stagger; ++stagger) {
-              plan->staggered = stagger;
-              char text[96];
-              const char letter = split == Split::channels_last_by_pixel ? 'p' : 'c';
-              std::snprintf(text, sizeof text, "%dx%c%d/g%d/s%d+%d%s", blocks, letter, plan->slices,
-                            plan->groups, plan->stages, plan->extra_stages, stagger ? "~" : "");
-              trial(text, [&](int i) { ring_run(context, make(i, out), *plan); });
-            }
+            ring("", *plan);
           }
         }
+        const auto chosen = ring_plan(problem, limits.multiprocessors, limits.block_shared_memory);
+        if (chosen) ring("CHOSEN ring ", *chosen);
       }
+      trial("CHOSEN two_pass", [&](int i) { two_pass_run(context, make(i, out)); });
       std::sort(tried.begin(), tried.end());
+      for (const auto& [us, name] : tried) {
+        if (name.starts_with("CHOSEN")) std::printf(" %s %.1f |", name.c_str(), us);
+      }
       std::printf(" best %6.1f (%3.0f%%)", best, 100 * floor / best);
-      for (std::size_t i = 0; i < tried.size() && i < 6; ++i) {
+      for (std::size_t i = 0; i < tried.size() && i < 4; ++i) {
         std::printf("  %s %.1f", tried[i].second.c_str(), tried[i].first);
       }
       if (!tried.empty())
@@ -295,7 +298,7 @@ int main() {
     measure(true, 3, backward);
   }
   for (int back = 0; back < 2; ++back) {
-    std::printf("32 blocks %s: floor %.0f general %.0f ring %.0f us\n", back ? "bwd" : "fwd",
+    std::printf("32 blocks %s: floor %.0f general %.0f best %.0f us\n", back ? "bwd" : "fwd",
                 total[back][0], total[back][1], total[back][2]);
   }
 }

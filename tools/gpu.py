@@ -93,7 +93,7 @@ def test() -> list[Outcome]:
     )
     pytest = run(
         "pytest",
-        [sys.executable, "-m", "pytest", "-q", f"--junitxml={OUT / 'pytest.xml'}"],
+        [sys.executable, "-m", "pytest", "-q", "--device=cuda", f"--junitxml={OUT / 'pytest.xml'}"],
         timeout=240,
     )
     for outcome in (ctest, pytest):

@@ -90,7 +90,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   call.implementation = implementation;
 
   const Sizes sizes(x, w1);
-  const TensorView saved_view = view_of("saved", saved);
+  const Tensor saved_dense = dense(saved);  // hooks on saved tensors may bring back any strides
+  const TensorView saved_view = view_of("saved", saved_dense);
   check(saved_view.dtype == saved_dtype(call.x) && saved.numel() == sizes.saved(),
         "saved: expected the ", sizes.saved(), " ", saved_dtype(call.x),
         " values that forward saved, got ", saved.numel(), " of ", saved_view.dtype);

@@ -18,6 +18,19 @@ namespace fusewise::cuda {
 void* allocate(const Context& context, std::size_t bytes);
 void deallocate(const Context& context, void* memory) noexcept;
 
+/// Makes a GPU the thread's current one, as launches want it, and the one before it again at its
+/// end. Nothing for a CPU.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(Device device);
+  ~CurrentDevice();
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int before_ = -1;
+};
+
 Implementations<SqueezeExciteForward> squeeze_excite_forward();
 Implementations<SqueezeExciteBackward> squeeze_excite_backward();
 

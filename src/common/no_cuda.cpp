@@ -14,6 +14,9 @@ namespace {
 void* allocate(const Context&, std::size_t) { refuse(); }
 void deallocate(const Context&, void*) noexcept {}
 
+CurrentDevice::CurrentDevice(Device) {}
+CurrentDevice::~CurrentDevice() = default;
+
 Implementations<SqueezeExciteForward> squeeze_excite_forward() { refuse(); }
 Implementations<SqueezeExciteBackward> squeeze_excite_backward() { refuse(); }
 

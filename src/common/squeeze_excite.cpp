@@ -127,12 +127,14 @@ Implementations<SqueezeExciteBackward> list(Device device, const SqueezeExciteBa
 template <typename Call>
 void check_and_run(const Context& context, const Call& call) {
   check_call(context, call);
+  const cuda::CurrentDevice current(context.device);
   run_chosen(list(context.device, call), context, call);
 }
 
 template <typename Call>
 Candidates check_and_explain(const Context& context, const Call& call) {
   check_call(context, call);
+  const cuda::CurrentDevice current(context.device);
   return candidates(list(context.device, call), context, call);
 }
 

@@ -7,7 +7,7 @@
 namespace fusewise::cuda {
 
 struct DeviceLimits {
-  int capability;           ///< 90 for sm_90
+  int capability;           ///< 90 for sm_90; of the built code where that is older
   int multiprocessors;      ///< 132 on an H200
   int shared_memory;        ///< bytes of one multiprocessor
   int block_shared_memory;  ///< bytes that one block may have at the most

@@ -1,5 +1,6 @@
 // The device's own memory pool, used where the caller brings no allocator; and the device's limits.
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <mutex>
@@ -19,10 +20,21 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
+__global__ void empty_kernel() {}
+
+/// Of the GPU, or of the code built for it where that is older: kernels for sm_80 that were
+/// translated for a newer GPU still leave out what __CUDA_ARCH__ left out.
+int capability_of(int device) {
+  const CurrentDevice current({DeviceType::cuda, device});
+  cudaFuncAttributes built{};
+  check_cuda(cudaFuncGetAttributes(&built, empty_kernel), "looking for kernels for this GPU");
+  return std::min(built.ptxVersion, 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+                                        attribute(cudaDevAttrComputeCapabilityMinor, device));
+}
+
 DeviceLimits ask(int device) {
   return {
-      .capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
-                    attribute(cudaDevAttrComputeCapabilityMinor, device),
+      .capability = capability_of(device),
       .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device),
       .shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
       .block_shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
@@ -31,6 +43,20 @@ DeviceLimits ask(int device) {
 }
 
 }  // namespace
+
+CurrentDevice::CurrentDevice(Device device) {
+  if (device.type != DeviceType::cuda) return;
+  int before = 0;
+  check_cuda(cudaGetDevice(&before), "asking for the current GPU");
+  if (before == device.index) return;
+  check_cuda(cudaSetDevice(device.index), "making the context's GPU the current one");
+  before_ = before;
+}
+
+CurrentDevice::~CurrentDevice() {
+  // Fails only where the context is gone already.
+  if (before_ >= 0) static_cast<void>(cudaSetDevice(before_));
+}
 
 const DeviceLimits& limits_of(Device device) {
   static std::array<std::once_flag, kMaxDevices> once;

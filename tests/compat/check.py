@@ -4,17 +4,13 @@ Plain Python, because the environment it runs in has torch and fusewise and noth
 """
 
 import torch
-from torch.nn.functional import silu
 
 import fusewise
+from fusewise.bench.accuracy import check
+from fusewise.bench.families.squeeze_excite import FAMILY, expected, formula
 
 origin = "site-packages" if "site-packages" in fusewise.__file__ else "the source tree"
 print(f"fusewise {fusewise.__version__} from {origin}, torch {torch.__version__}")
-
-
-def reference(x, w1, b1, w2, b2):
-    hidden = silu(x.mean((2, 3)) @ w1.T + b1)
-    return x * torch.sigmoid(hidden @ w2.T + b2)[:, :, None, None]
 
 
 def inputs(dtype, layout=torch.contiguous_format):
@@ -29,20 +25,16 @@ def forward_and_backward():
     """Every dtype and both layouts, with all five gradients."""
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         for layout in (torch.contiguous_format, torch.channels_last):
-            ours = inputs(dtype, layout)
-            exact = [tensor.detach().double().requires_grad_() for tensor in ours]
-            y = fusewise.functional.squeeze_excite(*ours)
-            assert y.is_contiguous(memory_format=layout)
-            y.sum().backward()
-            expected = reference(*exact)
-            expected.sum().backward()
-            tolerance = 64 * torch.finfo(dtype).eps
-            torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
-            for tensor, right in zip(ours, exact, strict=True):
-                scale = right.grad.abs().max().item()
-                torch.testing.assert_close(
-                    tensor.grad.double(), right.grad, rtol=tolerance, atol=tolerance * scale
-                )
+            tensors = inputs(dtype, layout)
+            outputs = []
+            for function in (fusewise.functional.squeeze_excite, formula):
+                y = function(*tensors)
+                dy = torch.ones_like(y)
+                outputs.append((y, *torch.autograd.grad(y, tensors, dy)))
+            ours, eager = outputs
+            assert ours[0].is_contiguous(memory_format=layout)
+            found = check(FAMILY.outputs, ours, eager, expected(*tensors, dy))
+            assert found.passed, found
 
 
 def fake_kernels():
@@ -77,6 +69,6 @@ def bad_input():
 
 
 if __name__ == "__main__":
-    for check in (forward_and_backward, fake_kernels, export, bad_input):
-        check()
-        print(f"  {check.__name__}: passed")
+    for test in (forward_and_backward, fake_kernels, export, bad_input):
+        test()
+        print(f"  {test.__name__}: passed")

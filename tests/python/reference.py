@@ -1,15 +1,16 @@
-"""Squeeze-and-Excitation as the tests know it: eager torch, the fp64 reference, and the inputs."""
+"""Squeeze-and-Excitation as the tests know it: the inputs, and what is expected of them."""
 
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 import fusewise
-from accuracy import assert_close
+from fusewise.bench.accuracy import compare
+from fusewise.bench.families.squeeze_excite import FAMILY, expected
+from fusewise.bench.families.squeeze_excite import formula as eager
 from fusewise.functional import squeeze_excite
 
-OUTPUTS = ("y", "dx", "dw1", "db1", "dw2", "db2")
+OUTPUTS = FAMILY.outputs
 ACTIVATIONS = ("silu", "relu")
 GATES = ("sigmoid", "hardsigmoid")
 
@@ -29,13 +30,13 @@ def _sliced(t):
     return t.new_empty(n, c, h + 2, 2 * w + 1)[:, :, 1 : h + 1, 1::2].copy_(t)
 
 
-def _misaligned(t):
-    """Dense, but one element away from where the allocator would put it."""
-    return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+def misaligned(t, offset=1):
+    """Dense, but some elements away from where the allocator would put it."""
+    return t.new_empty(t.numel() + offset)[offset:].view(t.shape).copy_(t)
 
 
-def _misaligned_channels_last(t):
-    return _misaligned(t.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+def misaligned_channels_last(t, offset=1):
+    return misaligned(t.permute(0, 2, 3, 1), offset).permute(0, 3, 1, 2)
 
 
 # Each makes a tensor with the same values (`expanded`: those of its first pixel) laid out anew.
@@ -47,8 +48,8 @@ LAYOUTS = {
     "transposed": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
     "batch_inside": lambda t: t.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
     "expanded": lambda t: t[:, :, :1, :1].expand_as(t),
-    "misaligned": _misaligned,
-    "misaligned_channels_last": _misaligned_channels_last,
+    "misaligned": misaligned,
+    "misaligned_channels_last": misaligned_channels_last,
 }
 
 
@@ -80,14 +81,8 @@ class Case:
             mixed = self.x.dtype != self.w1.dtype
             with torch.autocast(self.x.device.type, self.x.dtype, enabled=mixed):
                 found = gradients(eager, self)
-            double = Case(
-                *(_double(t) for t in (*self.inputs, self.dy)), self.activation, self.gate
-            )
-            reference = gradients(eager, double)
-            scale = scales(double, self.x.dtype)
-            self._expected = {
-                name: (found[name], reference[name], scale[name]) for name in reference
-            }
+            right = expected(*self.inputs, self.dy, self.activation, self.gate)
+            self._expected = {name: (found[name], *right[name]) for name in right}
         return self._expected
 
     def check(self, fn=squeeze_excite):
@@ -157,20 +152,6 @@ def make_case(
     )
 
 
-def _gate(name, z):
-    if name == "hardsigmoid" and z.dtype == torch.float64:
-        return F.relu6(z + 3) / 6  # torch's own keeps its 1/6 in float32
-    return getattr(F, name)(z)
-
-
-def eager(x, w1, b1, w2, b2, activation="silu", gate="sigmoid"):
-    """The formula in torch's own operators."""
-    pooled = x.mean((2, 3))
-    hidden = getattr(F, activation)(F.linear(pooled, w1.flatten(1), b1))
-    gates = _gate(gate, F.linear(hidden, w2.flatten(1), b2))
-    return x * gates[:, :, None, None]
-
-
 def gradients(fn, case):
     """y and the gradient of every input that is there, by name."""
     inputs = [None if t is None else t.detach().requires_grad_() for t in case.inputs]
@@ -184,65 +165,12 @@ def gradients(fn, case):
     return {"y": y.detach(), **dict(zip(present, found, strict=True))}
 
 
-def scales(case, dtype):
-    """The largest sum of |terms| behind an element of each output, from fp64 inputs.
-
-    The outermost sum rounds in `dtype`. The sums inside it (pooling, both products, the sum over
-    pixels in backward) are kept in the accumulator's precision, so for half data they count with
-    the accumulator's eps and not with half's. Upper-case names are sums of |terms|, propagated to
-    first order.
-    """
-    x, w1, b1, w2, b2 = (t if t is None else t.abs() for t in case.inputs)
-    w1, w2, dy, pixels = w1.flatten(1), w2.flatten(1), case.dy.abs(), x[0, 0].numel()
-
-    p = case.x.mean((2, 3)).abs()
-    z = F.linear(case.x.mean((2, 3)), case.w1.flatten(1), case.b1).requires_grad_()
-    h = getattr(F, case.activation)(z)
-    act_slope = torch.autograd.grad(h.sum(), z)[0].abs()
-    h = h.detach()
-    z2 = F.linear(h, case.w2.flatten(1), case.b2).requires_grad_()
-    g = _gate(case.gate, z2)
-    gate_slope = torch.autograd.grad(g.sum(), z2)[0].abs()
-    h, g = h.abs(), g.detach()
-    dg = (case.dy * case.x).sum((2, 3))
-    dz2 = dg * gate_slope
-    dh = dz2 @ case.w2.flatten(1)
-    dz = (dh * act_slope).abs()  # |act'| in place of act': only magnitudes are wanted here
-    dg, dz2, dh = dg.abs(), dz2.abs(), dh.abs()
-
-    P = x.mean((2, 3))
-    Z = F.linear(P, w1, b1)
-    H = act_slope * Z
-    Z2 = F.linear(H, w2, b2)
-    G = gate_slope * Z2
-    DZ2 = gate_slope * ((dy * x).sum((2, 3)) + dg * Z2)
-    DZ = act_slope * (DZ2 @ w2) + dh * Z
-
-    def image(gates):
-        return gates[:, :, None, None]
-
-    terms = {
-        "y": (x * image(g), x * image(G)),
-        "dx": (dy * image(g) + image(dz @ w1) / pixels, dy * image(G) + image(DZ @ w1) / pixels),
-        "dw1": (dz.T @ p, DZ.T @ p + dz.T @ P),
-        "db1": (dz.sum(0), DZ.sum(0)),
-        "dw2": (dz2.T @ h, DZ2.T @ h + dz2.T @ H),
-        "db2": (dz2.sum(0), DZ2.sum(0)),
-    }
-    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    inner = torch.finfo(accumulator).eps / torch.finfo(dtype).eps
-
-    def largest(t):
-        finite = t[t.isfinite()]
-        return finite.max().item() if finite.numel() else 0.0
-
-    return {name: largest(last) + inner * largest(sums) for name, (last, sums) in terms.items()}
+def assert_close(name, ours, eager, reference, scale):
+    """Raises AssertionError, with the figures, where the rule is broken."""
+    found = compare(name, ours, eager, reference, scale)
+    assert found.passed, found
 
 
 def same_bits(a, b):
     """Equal, NaN included."""
     return a.shape == b.shape and torch.equal(a.nan_to_num(nan=0.125), b.nan_to_num(nan=0.125))
-
-
-def _double(t):
-    return None if t is None else t.double()

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from accuracy import assert_close
+from fusewise.bench import accuracy
+from fusewise.bench.accuracy import Expected
+from reference import assert_close
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -137,3 +139,46 @@ def test_shape_and_dtype_count(results):
 def test_empty_results_pass():
     empty = torch.empty(0, 3)
     assert_close("y", empty, empty, empty.double(), 0)
+
+
+@pytest.mark.parametrize("shape", [(7, 11), (1, 3, 50, 4), (2, 3, 1, 1)], ids=str)
+def test_large_tensors_are_compared_in_pieces(monkeypatch, shape):
+    """The same verdicts and places, whatever the pieces and the layout."""
+    monkeypatch.setattr(accuracy, "_PIECE", 10)
+    reference = torch.randn(shape, dtype=torch.float64)
+    eager, scale = reference.half().mT.contiguous().mT, reference.abs().max()
+    assert len(list(accuracy.pieces(eager, reference))) > 1 or reference.numel() <= 10
+    assert_close("y", eager, eager, reference, scale)
+    last = tuple(size - 1 for size in shape)
+    for value, message in ((math.nan, "NaN is not where torch has it"), (9.0, "off by")):
+        ours = eager.clone()
+        ours[last] = value
+        with pytest.raises(AssertionError, match=message) as raised:
+            assert_close("y", ours, eager, reference, scale)
+        counted = f"1 of {ours.numel()} elements"
+        place = f"1 elements, the first at {list(last)}"
+        assert (place if math.isnan(value) else counted) in str(raised.value)
+
+
+def test_a_reference_in_fp32_serves_half_data():
+    reference = torch.randn(7, 11)
+    eager, scale = reference.half(), reference.abs().max()
+    assert_close("y", ulps(eager, 1), eager, reference, scale)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_close("y", ulps(eager, 20), eager, reference, scale)
+
+
+def test_the_result_of_many_outputs_is_the_wrong_or_the_nearest():
+    right = torch.randn(7, 11, dtype=torch.float64)
+    eager, near = right.float(), ulps(right.float(), 1)
+    expected = {name: Expected(right, 4.0) for name in ("y", "dx", "dw")}
+
+    def check(*outputs):
+        return accuracy.check(tuple(expected), outputs, (eager,) * 3, expected)
+
+    found = check(eager, near, eager)
+    assert found.passed and found.tensor == "dx" and 0 < found.error <= found.allowed
+    assert str(found).startswith("dx: off by ")
+    found = check(eager, near, eager + 1)
+    assert not found.passed and found.tensor == "dw" and found.error > found.allowed
+    assert check(near).tensor == "y"

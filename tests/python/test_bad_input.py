@@ -13,9 +13,18 @@ import torch
 from torch.autograd import forward_ad
 
 import fusewise
-from accuracy import assert_close
 from fusewise.functional import squeeze_excite
-from reference import DTYPES, OUTPUTS, eager, gradients, make_case, same_bits
+from reference import (
+    DTYPES,
+    OUTPUTS,
+    assert_close,
+    eager,
+    gradients,
+    make_case,
+    misaligned,
+    misaligned_channels_last,
+    same_bits,
+)
 
 
 def replaced(case, **changes):
@@ -240,9 +249,9 @@ def test_misaligned_base_pointers(device, offset, channels_last):
     case = make_case((2, 16, 4, 4), 8, device, DTYPES["fp16"])
 
     def moved(t):
-        t = t.permute(0, 2, 3, 1).contiguous() if channels_last and t.dim() == 4 else t
-        shifted = t.new_empty(t.numel() + offset)[offset:].view(t.shape).copy_(t)
-        return shifted.permute(0, 3, 1, 2) if channels_last and t.dim() == 4 else shifted
+        return (misaligned_channels_last if channels_last and t.dim() == 4 else misaligned)(
+            t, offset
+        )
 
     case.x, case.w1, case.b1, case.w2, case.b2 = (moved(t) for t in case.inputs)
     case.dy = moved(case.dy)
@@ -297,8 +306,8 @@ def test_sums_do_not_overflow_half(device):
 
 
 def test_out_of_memory_is_torchs_own_error():
-    """An expanded x costs nothing, its result 2^46 bytes. On a GPU: tests/gpu."""
-    x = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**22, 2**22)
+    """An expanded x costs nothing, its result 2^50 bytes. On a GPU: tests/gpu."""
+    x = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**24, 2**24)
     w, b = torch.ones(1, 1), torch.ones(1)
     for gradient in (False, True):
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
@@ -309,14 +318,20 @@ def test_out_of_memory_is_torchs_own_error():
 
 
 def test_several_threads(device):
-    cases = [make_case((2, 5 + i, 6, 7), 4, device) for i in range(4)]
+    """On a GPU each has a stream of its own."""
+    cases = [make_case((8, 32 + 8 * i, 14, 14), 8, device, DTYPES["fp16"]) for i in range(4)]
     expected = [gradients(squeeze_excite, case) for case in cases]
+    if device == "cuda":
+        torch.cuda.synchronize()
     wrong = []
 
     def work(case, right):
-        for _ in range(20):
-            found = gradients(squeeze_excite, case)
-            wrong.extend(name for name in OUTPUTS if not same_bits(found[name], right[name]))
+        with torch.cuda.stream(torch.cuda.Stream() if device == "cuda" else None):
+            for _ in range(20):
+                found = gradients(squeeze_excite, case)
+                if device == "cuda":
+                    torch.cuda.current_stream().synchronize()
+                wrong.extend(name for name in OUTPUTS if not same_bits(found[name], right[name]))
 
     threads = [
         threading.Thread(target=work, args=pair) for pair in zip(cases, expected, strict=True)
@@ -328,18 +343,18 @@ def test_several_threads(device):
     assert not wrong
 
 
-def test_fork(run_python):
+def test_fork(run_python, device):
     """A process that imported fusewise forks; child and parent both compute.
 
-    Nothing computes before the fork: torch's own CPU threads do not survive it.
+    Nothing computes before the fork: torch's own CPU threads do not survive it, nor does CUDA.
     """
     run_python(
-        """
+        f"""
         import os, signal
         from reference import make_case
         child = os.fork()
         signal.alarm(120)
-        make_case((2, 40, 33, 35), 8).check()
+        make_case((2, 40, 33, 35), 8, {device!r}).check()
         if child == 0:
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

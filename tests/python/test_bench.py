@@ -1,5 +1,6 @@
 """The benchmark tells the truth: its verdicts, its checks, and what it writes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from fusewise import bench, cli
 from fusewise.bench import accuracy, progress, report, runner
 from fusewise.bench.baselines import caller
 from fusewise.bench.cases import select
-from fusewise.bench.families import FAMILIES
+from fusewise.bench.families import FAMILIES, squeeze_excite
 from fusewise.bench.families.family import BOTH, FORWARD
 from fusewise.bench.statistics import ratio_of_sums
 
@@ -56,11 +57,25 @@ def test_the_reference_is_what_autograd_gives():
     workload.weights = tuple(t.detach().double().requires_grad_() for t in workload.weights)
     workload.gradients = [workload.gradients[0].double()]
     autograd = caller(workload.functions["eager"], workload, BOTH)(0)
-    for name, found, expected in zip(
-        FAMILY.outputs, autograd, FAMILY.reference(case, workload), strict=True
-    ):
-        torch.testing.assert_close(found, expected.value, msg=lambda text, n=name: f"{n}: {text}")
-        assert expected.scale >= expected.value.abs().max() * (1 - 1e-12)
+    right = FAMILY.reference(case, workload)
+    assert tuple(right) == FAMILY.outputs
+    for found, (name, (value, scale)) in zip(autograd, right.items(), strict=True):
+        torch.testing.assert_close(found, value, msg=lambda text, n=name: f"{n}: {text}")
+        assert scale >= value.abs().max() * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4, 7), (1, 3, 40, 2), (2, 30, 3, 3), (50, 3, 2, 2)])
+def test_the_reference_in_pieces(monkeypatch, shape):
+    """Large half data: cut along any dimension, and images in fp32."""
+    case = dataclasses.replace(small_case(), shape=shape, dtype_name="float16")
+    workload = FAMILY.build(case, "cpu", 1)
+    whole = FAMILY.reference(case, workload)
+    monkeypatch.setattr(accuracy, "_PIECE", 50)
+    monkeypatch.setattr(squeeze_excite, "_LARGE", 50)
+    for name, (value, scale) in FAMILY.reference(case, workload).items():
+        assert value.dtype == (torch.float32 if name in ("y", "dx") else torch.float64)
+        torch.testing.assert_close(value, whole[name].value.to(value.dtype))
+        assert scale == pytest.approx(whole[name].scale)
 
 
 def test_the_check_sees_wrong_values():
@@ -108,7 +123,7 @@ def test_a_wrong_result_gets_no_time(tmp_path, monkeypatch):
     monkeypatch.setattr(fusewise.functional, "squeeze_excite", lambda x, *_: x * 0.5)
     assert cli.main([*FAST, "--out", str(tmp_path)]) == 1
     row = json.loads((tmp_path / "results.json").read_text())["rows"][0]
-    assert row["failed"].startswith("WRONG: y is off by")
+    assert row["failed"].startswith("WRONG: y: off by")
     assert "contenders" not in row
 
 

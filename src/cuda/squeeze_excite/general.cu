@@ -99,14 +99,16 @@ __global__ void __launch_bounds__(kThreads)
           },
           [&](Index i) {
             const Vector<T> va = load_vector(pa + i);
+            A part = 0;
             if constexpr (kProduct) {
               const Vector<T> vb = load_vector(pb + i);
 #pragma unroll
-              for (int k = 0; k < Vector<T>::kSize; ++k) sum += va[k] * vb[k];
+              for (int k = 0; k < Vector<T>::kSize; ++k) part += va[k] * vb[k];
             } else {
 #pragma unroll
-              for (int k = 0; k < Vector<T>::kSize; ++k) sum += va[k];
+              for (int k = 0; k < Vector<T>::kSize; ++k) part += va[k];
             }
+            sum += part;
           });
     } else {
       for (Index i = begin + lane; i < begin + count; i += lanes) {
@@ -405,6 +407,8 @@ Passes plan_passes(const Context& context, std::initializer_list<const TensorVie
   Shape& s = p.shape;
   const Index vector = 16 / size_of(x.dtype);
   const Index wanted = Index{limits_of(context.device).multiprocessors} * 8;  // blocks, to fill it
+  // A chunk is short enough that no thread adds up so many values that rounding errors show.
+  constexpr Index kMostSteps = 512;
   if (p.walk == Walk::channels_last) {
     p.vectors = s.c % vector == 0;
     for (const TensorView* t : images) {
@@ -418,13 +422,14 @@ Passes plan_passes(const Context& context, std::initializer_list<const TensorVie
     p.columns = static_cast<int>(divide_up(columns, p.tiles));
     p.tiles = static_cast<int>(divide_up(columns, p.columns));
     const Index strands = kThreads / p.columns;
-    const Index most = divide_up(s.hw, strands * 4);
-    s.chunks = std::clamp<Index>(divide_up(wanted, std::max<Index>(s.n * p.tiles, 1)), 1, most);
+    const Index least = divide_up(s.hw, strands * kMostSteps), most = divide_up(s.hw, strands * 4);
+    s.chunks = std::clamp(divide_up(wanted, std::max<Index>(s.n * p.tiles, 1)), least, most);
   } else {
     while (p.lanes > 4 && p.lanes * vector > s.hw) p.lanes /= 2;
+    const Index least = divide_up(s.hw, 32 * vector * kMostSteps);
     const Index most = divide_up(s.hw, 32 * vector * 4);
     const Index blocks = std::max<Index>(s.n * s.c * p.lanes / kThreads, 1);
-    s.chunks = std::clamp<Index>(divide_up(wanted * 2, blocks), 1, most);
+    s.chunks = std::clamp(divide_up(wanted * 2, blocks), least, most);
   }
   s.chunk = divide_up(s.hw, s.chunks);
   s.chunks = divide_up(s.hw, s.chunk);

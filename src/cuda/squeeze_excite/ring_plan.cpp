@@ -13,7 +13,7 @@ std::int64_t align_up(std::int64_t bytes) { return divide_up(bytes, 128) * 128; 
 double expected_time(const RingPlan& plan) {
   constexpr double kBytesPerMicrosecond = 32e3;
   const bool by_pixel = plan.split == Split::channels_last_by_pixel;
-  const double latency = by_pixel ? 8 + plan.channels / 84.0 : 8;
+  const double latency = by_pixel ? 8 + plan.channels / 48.0 : 8;
   return plan.steps * (latency + 2 * plan.tile_bytes / kBytesPerMicrosecond);
 }
 

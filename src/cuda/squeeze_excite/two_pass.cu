@@ -109,20 +109,25 @@ struct Part {
       block_sum_rows(rows, max(threads_per_plane() / 32, 1), channels, scratch, finish);
     } else {
       float total[kVector] = {};
-      if (strand < strands) {
-#pragma unroll 8
-        for (int p = strand; p < pixels; p += strands) {
-          const long long at = static_cast<long long>(p) * c + lane * kVector;
-          const Vector<T> v = load_vector(kept + at);
-          if constexpr (kProduct) {
-            const Vector<T> w = load_vector(extra + at);
+      // In batches whose loads are all under way before the first is used, the last one too.
+      constexpr int kBatch = kProduct ? 4 : 8;
+      for (int first = strand; first < end(); first += kBatch * strands) {
+        Vector<T> v[kBatch], w[kProduct ? kBatch : 1];
 #pragma unroll
-            for (int k = 0; k < kVector; ++k) total[k] += v[k] * w[k];
-          } else {
-#pragma unroll
-            for (int k = 0; k < kVector; ++k) total[k] += v[k];
-          }
+        for (int j = 0; j < kBatch; ++j) {
+          const int p = first + j * strands;
+          v[j] = p < end() ? load_vector(kept + place(p)) : Vector<T>{};
+          if constexpr (kProduct) w[j] = p < end() ? load_vector(extra + place(p)) : Vector<T>{};
         }
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+          float part = 0;
+#pragma unroll
+          for (int j = 0; j < kBatch; ++j) part += kProduct ? v[j][k] * w[j][k] : v[j][k];
+          total[k] += part;
+        }
+      }
+      if (strand < strands) {
         float4* row = reinterpret_cast<float4*>(rows + threadIdx.x * kVector);
 #pragma unroll
         for (int k = 0; k < kVector / 4; ++k) {
@@ -159,40 +164,45 @@ struct Part {
             });
       });
     } else {
-      const auto place = [&](int p) { return static_cast<long long>(p) * c + lane * kVector; };
-      const int end = strand < strands ? pixels : 0;
-      Vector<T> ahead[kAhead];
+      Vector<T> batch[kAhead];
+      const auto load = [&](int first) {
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        const int p = strand + k * strands;
-        if (p < end) ahead[k] = load_vector(kept + place(p));
-      }
+        for (int j = 0; j < kAhead; ++j) {
+          const int p = first + j * strands;
+          if (p < end()) batch[j] = load_vector(kept + place(p));
+        }
+      };
+      load(strand);
       ready();
-      if (end == 0) return;
+      if (end() == 0) return;
       float g[kVector], o[kVector];
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
         g[k] = gate[lane * kVector + k];
         o[k] = kOffset ? offset[lane * kVector + k] : 0.f;
       }
-      const auto put = [&](int p, Vector<T> v) {
+      for (int first = strand; first < end(); first += kAhead * strands) {
+        if (first != strand) load(first);
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) v.set(k, kOffset ? fmaf(v[k], g[k], o[k]) : v[k] * g[k]);
-        store_streaming(out + place(p), v);
-      };
+        for (int j = 0; j < kAhead; ++j) {
+          const int p = first + j * strands;
+          if (p >= end()) break;
+          Vector<T>& v = batch[j];
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        const int p = strand + k * strands;
-        if (p < end) put(p, ahead[k]);
-      }
-#pragma unroll 4
-      for (int p = strand + kAhead * strands; p < end; p += strands) {
-        put(p, load_vector(kept + place(p)));
+          for (int k = 0; k < kVector; ++k) {
+            v.set(k, kOffset ? fmaf(v[k], g[k], o[k]) : v[k] * g[k]);
+          }
+          store_streaming(out + place(p), v);
+        }
       }
     }
   }
 
  private:
+  /// Channels-last: the end of this thread's pixels, and where its vector of a pixel lies.
+  __device__ int end() const { return strand < strands ? pixels : 0; }
+  __device__ long long place(int p) const { return static_cast<long long>(p) * c + lane * kVector; }
+
   /// A power of two, enough for a vector or two each, and all threads busy with few planes.
   __device__ int threads_per_plane() const {
     int threads = 4;
@@ -462,10 +472,14 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__
 
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+/// Floats of shared memory of both passes; the first has its rows besides.
+std::int64_t excitation_floats(std::int64_t channels, std::int64_t r) {
+  return 3 * channels + r + std::max<std::int64_t>({kThreads, channels, r});
+}
+
 template <typename T, typename W, Cut kCut, bool kBackward>
 void launch(const Context& context, const Arguments& a, std::int64_t samples) {
-  const int floats =
-      3 * channel_floats(a, kCut) + a.r + std::max({kThreads, channel_floats(a, kCut), a.r});
+  const std::int64_t floats = excitation_floats(channel_floats(a, kCut), a.r);
   const Launch first{context, samples * a.blocks, kThreads,
                      sizeof(float) * (floats + row_floats(a, kCut, Vector<T>::kSize))};
   launch_kernel(first, "summing over pixels", squeeze_kernel<T, W, kCut, kBackward>, a);
@@ -519,22 +533,32 @@ TwoPassPlan plan_for(const Context& context, const TensorView& x) {
   if (!is_channels_last(x)) {
     return {Cut::planes, static_cast<int>(std::clamp<std::int64_t>(32768 / (hw * bytes), 1, 64))};
   }
+  const std::int64_t multiprocessors = limits_of(context.device).multiprocessors;
   if (hw <= 1024 || c > 512) {
-    return {Cut::channels, static_cast<int>(std::min(c, (c < 1024 ? 128 : 256) / bytes))};
+    std::int64_t channels = (c < 1024 ? 128 : 256) / bytes;
+    if (n * divide_up(c, channels) < 3 * multiprocessors) channels /= 2;
+    return {Cut::channels, static_cast<int>(std::min(c, channels))};
   }
-  const std::int64_t wanted = 4 * limits_of(context.device).multiprocessors / n;
+  const std::int64_t wanted = 4 * multiprocessors / n;
   const std::int64_t strands = kThreads / (c * bytes / 16);
   const std::int64_t pixels = divide_up(hw, std::max<std::int64_t>(wanted, 1));
   return {Cut::pixels, static_cast<int>(std::max(pixels, kAhead * strands))};
 }
 
-std::string declines(const Context& context, std::initializer_list<const TensorView*> images) {
+std::string declines(const Context& context, std::initializer_list<const TensorView*> images,
+                     std::int64_t r) {
   std::string reason = dense_images_decline(images);
   if (!reason.empty()) return reason;
   const TensorView& x = **images.begin();
   const TwoPassPlan plan = plan_for(context, x);
   const std::int64_t n = x.sizes[0], c = x.sizes[1], hw = x.sizes[2] * x.sizes[3];
   const std::int64_t blocks = n * divide_up(plan.cut == Cut::pixels ? hw : c, plan.per_block);
+  const std::int64_t channels = plan.cut == Cut::pixels ? c : plan.per_block;
+  const std::int64_t most_rows = kThreads * 16 / size_of(x.dtype);
+  const std::int64_t shared = sizeof(float) * (excitation_floats(channels, r) + most_rows);
+  if (shared > limits_of(context.device).block_shared_memory) {
+    return "so many hidden units do not fit in shared memory";
+  }
   const std::int64_t work = n * c * hw / blocks;
   if (work > 65536 && blocks < limits_of(context.device).multiprocessors) {
     return "so few and large planes would leave most of the GPU idle";
@@ -545,12 +569,12 @@ std::string declines(const Context& context, std::initializer_list<const TensorV
 }  // namespace
 
 std::string two_pass_declines(const Context& context, const SqueezeExciteForward& call) {
-  return declines(context, {&call.x, &call.y});
+  return declines(context, {&call.x, &call.y}, call.w1.sizes[0]);
 }
 
 std::string two_pass_declines(const Context& context, const SqueezeExciteBackward& call) {
   if (!call.dx.defined()) return "no dx is wanted, so no image is needed twice";
-  return declines(context, {&call.x, &call.dy, &call.dx});
+  return declines(context, {&call.x, &call.dy, &call.dx}, call.w1.sizes[0]);
 }
 
 void two_pass_run(const Context& context, const SqueezeExciteForward& call) {

@@ -35,7 +35,7 @@ class Family:
     """Names of the output and of every gradient, inputs first, then weights."""
     build: Callable[[Case, str, int], Workload]
     """From the case, the device and the number of buffers."""
-    reference: Callable[[Case, Workload], list[Expected]]
+    reference: Callable[[Case, Workload], dict[str, Expected]]
     """Every one of `outputs` for the first buffer, in fp64 (fp32 for half data of large size)."""
     bytes_moved: Callable[[Case, str], int]
     """The fewest bytes that a mode must move: the floor."""

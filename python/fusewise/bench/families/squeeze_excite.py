@@ -10,12 +10,12 @@ from torch import Tensor
 
 import fusewise
 
-from ..accuracy import Expected
+from ..accuracy import Expected, cut, pieces
 from ..cases import Case
 from .family import BOTH, Family, Workload
 
 _LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-_LARGE = 1 << 27  # elements; above, half data is checked in fp32, as fp64 would take tens of GB
+_LARGE = 1 << 27  # elements; above, references of half data are kept in fp32, to save tens of GB
 
 
 def eager(x, w1, b1, w2, b2):
@@ -53,54 +53,134 @@ def build(case: Case, device: str, buffers: int) -> Workload:
     )
 
 
-def reference(case: Case, workload: Workload) -> list[Expected]:
-    half = case.dtype in (torch.float16, torch.bfloat16)
-    dtype = torch.float32 if half and workload.inputs[0][0].numel() > _LARGE else torch.float64
-    tensors = (*workload.inputs[0], *workload.weights, workload.gradients[0])
-    x, w1, b1, w2, b2, dy = (tensor.detach().to(dtype) for tensor in tensors)
-    w1, w2 = w1.flatten(1), w2.flatten(1)
+def reference(case: Case, workload: Workload) -> dict[str, Expected]:
+    return expected(*workload.inputs[0], *workload.weights, workload.gradients[0])
+
+
+def formula(x, w1, b1, w2, b2, activation="silu", gate="sigmoid"):
+    """The operator in torch's own terms, for whoever checks it: nothing here is fusewise's."""
+    return x * _planes(_steps(x.mean((2, 3)), w1, b1, w2, b2, activation, gate)[-1])
+
+
+def _steps(pooled, w1, b1, w2, b2, activation, gate):
+    """All that lies between the means of x and the gates, with both."""
+    z = F.linear(pooled, w1.flatten(1), b1)
+    hidden = getattr(F, activation)(z)
+    z2 = F.linear(hidden, w2.flatten(1), b2)
+    if gate == "hardsigmoid" and z2.dtype == torch.float64:
+        gates = F.relu6(z2 + 3) / 6  # torch's own keeps its 1/6 in float32
+    else:
+        gates = getattr(F, gate)(z2)
+    return pooled, z, hidden, z2, gates
+
+
+def expected(x, w1, b1, w2, b2, dy, activation="silu", gate="sigmoid") -> dict[str, Expected]:
+    """y and the gradient of every input that is there, by name, with their scales; in fp64.
+
+    The images meet the unit only in [N, C]: the means of x, the gates, and their gradients. So
+    autograd sees no image, and the images are cut in pieces. Of large half data y and dx are
+    rounded to fp32.
+    """
+    x, dy = x.detach(), dy.detach()
+    weights = {
+        name: t.detach().double().requires_grad_()
+        for name, t in {"w1": w1, "b1": b1, "w2": w2, "b2": b2}.items()
+        if t is not None
+    }
     pixels = x.shape[2] * x.shape[3]
+    pooled = (_pixel_sums(lambda x: x, x) / pixels).requires_grad_()
+    dgates = _pixel_sums(torch.mul, dy, x)
+    with torch.enable_grad():
+        steps = _steps(pooled, *map(weights.get, ("w1", "b1", "w2", "b2")), activation, gate)
+    inner = torch.autograd.grad(steps[-1], steps[:-1], dgates, retain_graph=True)
+    found = torch.autograd.grad(steps[-1], list(weights.values()), dgates, retain_graph=True)
+    terms = _terms(x, dy, weights, steps, (*inner, dgates))
 
-    pooled = x.mean((2, 3))
-    z = F.linear(pooled, w1, b1)
-    hidden = F.silu(z)
-    gate = torch.sigmoid(F.linear(hidden, w2, b2))
-    y = x * _planes(gate)
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    kept = torch.float32 if half and x.numel() > _LARGE else torch.float64
+    y, dx = (torch.empty_like(x, dtype=kept) for _ in range(2))
+    gates, dpooled = steps[-1].detach(), inner[0] / pixels
+    images = pieces(y, dx, x, dy, *(_planes(t).expand_as(x) for t in (gates, dpooled)))
+    for y_piece, dx_piece, x_piece, dy_piece, gate_piece, dpooled_piece in images:
+        y_piece.copy_(x_piece.double() * gate_piece)
+        dx_piece.copy_(dy_piece.double() * gate_piece + dpooled_piece)
+    values = {"y": y, "dx": dx, **{f"d{n}": t for n, t in zip(weights, found, strict=True)}}
+    return {name: Expected(value, _scale(*terms[name], x.dtype)) for name, value in values.items()}
 
-    dz2 = (dy * x).sum((2, 3)) * gate * (1 - gate)
-    slope = torch.sigmoid(z)
-    slope += hidden * (1 - slope)
-    dz = (dz2 @ w2) * slope
-    dx = dy * _planes(gate)
-    dx_terms = (dx.abs() + _planes(dz.abs() @ w1.abs() / pixels)).max().item()
-    dx += _planes(dz @ w1 / pixels)
 
-    # Sums inside a sum are kept in the accumulator's precision, so they count with its eps.
-    accumulator = torch.float64 if case.dtype == torch.float64 else torch.float32
-    inner = torch.finfo(accumulator).eps / torch.finfo(case.dtype).eps
-    pooled_terms = x.abs().mean((2, 3))
-    dz2_terms = (dy * x).abs_().sum((2, 3)) * gate * (1 - gate)
-    dz_terms = (dz2_terms @ w2.abs()) * slope.abs()
+def _terms(x, dy, weights, steps, gradients) -> dict[str, tuple[float, float]]:
+    """The largest sum of |terms| behind an element of each output: of its outermost sum, and of
+    the sums inside that (pooling, both products, the sum over pixels in backward).
 
-    def scale(terms: Tensor, inner_terms: Tensor) -> float:
-        return terms.max().item() + inner * inner_terms.max().item()
+    Upper-case names are sums of |terms|, propagated to first order.
+    """
+    pixels = x.shape[2] * x.shape[3]
+    act_slope, gate_slope = (
+        torch.autograd.grad(after.sum(), before, retain_graph=True)[0].abs()
+        for before, after in (steps[1:3], steps[3:])
+    )
+    p, _, h, _, g = (t.detach().abs() for t in steps)
+    _, dz, dh, dz2, dg = (t.abs() for t in gradients)
+    w1, w2 = (weights[name].detach().abs().flatten(1) for name in ("w1", "w2"))
+    b1, b2 = (weights[n].detach().abs() if n in weights else None for n in ("b1", "b2"))
 
-    y_scale = max(y.max().item(), -y.min().item())
-    dx_scale = dx_terms + inner * (dz_terms @ w1.abs() / pixels).max().item()
-    dw1_inner = dz_terms.T @ pooled.abs() + dz.abs().T @ pooled_terms
-    dw2_inner = dz2_terms.T @ hidden.abs()
-    return [
-        Expected(y, y_scale),
-        Expected(dx, dx_scale),
-        Expected(_planes(dz.T @ pooled), scale(dz.abs().T @ pooled.abs(), dw1_inner)),
-        Expected(dz.sum(0), scale(dz.abs().sum(0), dz_terms.sum(0))),
-        Expected(_planes(dz2.T @ hidden), scale(dz2.abs().T @ hidden.abs(), dw2_inner)),
-        Expected(dz2.sum(0), scale(dz2.abs().sum(0), dz2_terms.sum(0))),
-    ]
+    P = _pixel_sums(torch.abs, x) / pixels
+    Z = F.linear(P, w1, b1)
+    H = act_slope * Z
+    Z2 = F.linear(H, w2, b2)
+    G = gate_slope * Z2
+    DZ2 = gate_slope * (_pixel_sums(lambda dy, x: (dy * x).abs(), dy, x) + dg * Z2)
+    DZ = act_slope * (DZ2 @ w2) + dh * Z
+
+    # Poisoned samples do not count: a closed unit keeps them out of finite results.
+    p, h, dz, dz2, P, H, DZ, DZ2 = map(_finite, (p, h, dz, dz2, P, H, DZ, DZ2))
+    terms = {
+        "dw1": (dz.T @ p, DZ.T @ p + dz.T @ P),
+        "db1": (dz.sum(0), DZ.sum(0)),
+        "dw2": (dz2.T @ h, DZ2.T @ h + dz2.T @ H),
+        "db2": (dz2.sum(0), DZ2.sum(0)),
+    }
+    largest = {name: tuple(map(_largest, pair)) for name, pair in terms.items()}
+    for name, image, pairs in (
+        ("y", x, ((g, torch.zeros_like(g)), (G, torch.zeros_like(G)))),
+        ("dx", dy, ((g, dz @ w1 / pixels), (G, DZ @ w1 / pixels))),
+    ):
+        largest[name] = tuple(_largest_image(image, *pair) for pair in pairs)
+    return largest
+
+
+def _scale(last: float, sums: float, dtype: torch.dtype) -> float:
+    """The outermost sum rounds in `dtype`. Those inside are kept in the accumulator's precision,
+    so for half data they count with the accumulator's eps and not with half's."""
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    return last + sums * torch.finfo(accumulator).eps / torch.finfo(dtype).eps
+
+
+def _largest_image(image: Tensor, factor: Tensor, summand: Tensor) -> float:
+    """The largest |image| * factor + summand, the latter two [N, C]."""
+    parts = pieces(image, *(_planes(t).expand_as(image) for t in (factor, summand)))
+    return max(
+        _largest(image.double().abs() * factor + summand) for image, factor, summand in parts
+    )
+
+
+def _largest(terms: Tensor) -> float:
+    return _finite(terms).max().item() if terms.numel() else 0.0
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _pixel_sums(product, *images: Tensor) -> Tensor:
+    """The sum over H and W of `product(*images)`, [N, C] in fp64."""
+    dim, _ = cut(images[0].shape)
+    sums = [product(*(t.double() for t in part)).sum((2, 3)) for part in pieces(*images)]
+    return torch.cat(sums, dim) if dim < 2 else sum(sums)
 
 
 def _planes(matrix: Tensor) -> Tensor:
-    """As an image of one pixel, or as the weight of a 1x1 convolution."""
+    """As images of one pixel."""
     return matrix[:, :, None, None]
 
 
