@@ -23,20 +23,22 @@ def call(shape, dtype, layout) -> None:
     sizes = ((n, channels, height, width), *weights)
     tensors = [torch.randn(size, device="cuda", dtype=dtype) for size in sizes]
     tensors[0] = tensors[0].to(memory_format=layout)
-    for name in names(tensors):
-        with fusewise.implementation(squeeze_excite=name):
+    for choice in choices(tensors):
+        with fusewise.implementation(**choice):
             fusewise.functional.squeeze_excite(*tensors)
             learned = [tensor.detach().requires_grad_() for tensor in tensors]
             y = fusewise.functional.squeeze_excite(*learned)
             torch.autograd.grad(y, learned, torch.ones_like(y))
 
 
-def names(tensors) -> list[str]:
-    """The implementations that take the call in both directions."""
+def choices(tensors) -> list[dict[str, str]]:
+    """Every forward and every backward that takes the call."""
     learned = [tensor.detach().requires_grad_() for tensor in tensors]
-    records = fusewise.explain(fusewise.functional.squeeze_excite, *learned)
-    taking = [{c.name for c in record.candidates if not c.reason} for record in records]
-    return sorted(set.intersection(*taking))
+    forward, backward = fusewise.explain(fusewise.functional.squeeze_excite, *learned)
+    return [
+        *({"squeeze_excite": c.name} for c in forward.candidates if not c.reason),
+        *({"squeeze_excite_backward": c.name} for c in backward.candidates if not c.reason),
+    ]
 
 
 if __name__ == "__main__":

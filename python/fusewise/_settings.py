@@ -6,7 +6,7 @@ The values are instance attributes of a `threading.local`, not class attributes,
 
 import threading
 
-OPERATORS = ("squeeze_excite",)
+OPERATORS = ("squeeze_excite", "squeeze_excite_backward")
 
 
 class _Settings(threading.local):
@@ -25,8 +25,9 @@ class implementation:
     >>> with fusewise.implementation(squeeze_excite="general"):
     ...     y = model(x)
 
-    An operator that has no implementation of that name, or whose implementation declines the
-    call, raises an error with every reason. Backward uses what forward was told.
+    Forward and backward are operators of their own: `squeeze_excite_backward="general"`. One that
+    has no implementation of that name, or whose implementation declines the call, raises an error
+    with every reason. What holds when forward runs, holds for the backward that belongs to it.
     """
 
     def __init__(self, **names: str):

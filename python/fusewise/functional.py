@@ -48,40 +48,43 @@ def squeeze_excite(
         or (b1 is not None and b1.requires_grad)
         or (b2 is not None and b2.requires_grad)
     )
-    implementation = settings.squeeze_excite
+    forced, forced_backward = settings.squeeze_excite, settings.squeeze_excite_backward
     if wants_gradient:
-        y = _SqueezeExcite.apply(x, w1, b1, w2, b2, activation, gate, implementation)
+        y = _SqueezeExcite.apply(x, w1, b1, w2, b2, activation, gate, forced, forced_backward)
     else:
-        y, _ = _forward(x, w1, b1, w2, b2, activation, gate, False, implementation)
+        y, _ = _forward(x, w1, b1, w2, b2, activation, gate, False, forced)
     if settings.records is not None:
         _record(x, w1, b1, w2, b2, activation, gate, wants_gradient)
     return y
 
 
+_NO_GRADIENT = (None,) * 4  # for the four arguments that are not tensors
+
+
 class _SqueezeExcite(torch.autograd.Function):
     # `forward(ctx, ...)` and not `setup_context`: 172 against 204 µs forward and backward.
     @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, activation, gate, implementation):
-        y, saved = _forward(x, w1, b1, w2, b2, activation, gate, True, implementation)
+    def forward(ctx, x, w1, b1, w2, b2, activation, gate, forced, forced_backward):
+        y, saved = _forward(x, w1, b1, w2, b2, activation, gate, True, forced)
         ctx.save_for_backward(x, w1, b1, w2, b2, saved)  # the biases for double backward alone
-        ctx.settings = activation, gate, implementation
+        ctx.settings = activation, gate, forced_backward
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, w1, b1, w2, b2, saved = ctx.saved_tensors
-        activation, gate, implementation = ctx.settings
+        activation, gate, forced = ctx.settings
         needed = ctx.needs_input_grad[:5]
         # Compiled backward is traced once, with gradients on; torch itself refuses a second one.
         if not torch.compiler.is_compiling() and (
             torch.is_grad_enabled() or _transforms_active() or forward_ad._current_level >= 0
         ):
             inputs = (x, w1, b1, w2, b2)
-            return *_formula_gradients(inputs, needed, dy, activation, gate), None, None, None
+            return *_formula_gradients(inputs, needed, dy, activation, gate), *_NO_GRADIENT
         need_dx, need_dw1, need_db1, need_dw2, need_db2 = needed
         try:
             dx, dw1, db1, dw2, db2 = _ops.squeeze_excite_backward(
-                dy, x, w1, w2, saved, activation, gate, *needed, implementation
+                dy, x, w1, w2, saved, activation, gate, *needed, forced
             )
         except RuntimeError as error:
             raise _ops.rephrased(error, dy=dy) from None
@@ -91,23 +94,24 @@ class _SqueezeExcite(torch.autograd.Function):
             db1 if need_db1 else None,
             dw2 if need_dw2 else None,
             db2 if need_db2 else None,
-            None,
-            None,
-            None,
+            *_NO_GRADIENT,
         )
 
 
-def _forward(x, w1, b1, w2, b2, activation, gate, save, implementation):
+def _forward(x, w1, b1, w2, b2, activation, gate, save, forced):
     try:
-        return _ops.squeeze_excite(x, w1, b1, w2, b2, activation, gate, save, implementation)
+        return _ops.squeeze_excite(x, w1, b1, w2, b2, activation, gate, save, forced)
     except RuntimeError as error:
         raise _ops.rephrased(error, x=x, w1=w1, b1=b1, w2=w2, b2=b2) from None
 
 
 def _record(x, w1, b1, w2, b2, activation, gate, wants_gradient):
-    for direction in ("forward", "backward") if wants_gradient else ("forward",):
+    forced = {"forward": settings.squeeze_excite}
+    if wants_gradient:
+        forced["backward"] = settings.squeeze_excite_backward
+    for direction, name in forced.items():
         answer = _ops.squeeze_excite_explain(
-            x, w1, b1, w2, b2, activation, gate, direction == "backward", settings.squeeze_excite
+            x, w1, b1, w2, b2, activation, gate, direction == "backward", name
         )
         record("squeeze_excite", direction, x, answer)
 

@@ -5,18 +5,17 @@ import torch
 import fusewise
 
 from ._ops import CUDA_MISSING, build_info
-from ._settings import OPERATORS
 from .bench import environment
 
 _INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 
 
 # A small call of each operator, to ask which implementations there are.
-_EXAMPLES = {
-    "squeeze_excite": lambda device: fusewise.nn.SqueezeExcitation(8, 2, device=device)(
+_EXAMPLES = (
+    lambda device: fusewise.nn.SqueezeExcitation(8, 2, device=device)(
         torch.zeros(1, 8, 2, 2, device=device)
-    )
-}
+    ),
+)
 
 
 def lines() -> list[str]:
@@ -37,11 +36,12 @@ def lines() -> list[str]:
     for key, value in build_info().items():
         found[f"built: {key}"] = value
     text = [f"{key}: {value}" for key, value in found.items()]
-    for operator in OPERATORS:
+    for example in _EXAMPLES:
         for device in ["cpu"] + ["cuda"] * (not CUDA_MISSING and torch.cuda.is_available()):
-            record = fusewise.explain(_EXAMPLES[operator], device)[0]
-            names = ", ".join(candidate.name for candidate in record.candidates)
-            text.append(f"{operator} on {device}, fastest first: {names}")
+            for record in fusewise.explain(example, device):
+                names = ", ".join(candidate.name for candidate in record.candidates)
+                what = f"{record.operator} {record.direction} on {device}"
+                text.append(f"{what}, fastest first: {names}")
     return text
 
 

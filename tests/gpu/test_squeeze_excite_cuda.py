@@ -167,8 +167,8 @@ def case(request):
 
 def test_side_stream(case):
     """The input arrives late on a side stream; an operator on any other stream would miss it."""
-    for name in case.implementations():
-        with fusewise.implementation(squeeze_excite=name):
+    for choice in case.implementations():
+        with fusewise.implementation(**choice):
             expected = gradients(squeeze_excite, case)
             late = Case(*(torch.zeros_like(t) for t in (*case.inputs, case.dy)))
             stream = torch.cuda.Stream()
@@ -182,12 +182,12 @@ def test_side_stream(case):
                 found = gradients(squeeze_excite, late)
             stream.synchronize()
         for output in OUTPUTS:
-            assert same_bits(found[output], expected[output]), f"{name}: {output}"
+            assert same_bits(found[output], expected[output]), f"{choice}: {output}"
 
 
 def test_cuda_graph(case):
     """Forward and backward captured once, replayed on new data in the same memory."""
-    for name in case.implementations():
+    for choice in case.implementations():
         inputs = [t.detach().clone().requires_grad_() for t in case.inputs]
         dy = case.dy.clone()
 
@@ -195,7 +195,7 @@ def test_cuda_graph(case):
             y = squeeze_excite(*inputs)
             return [y, *torch.autograd.grad(y, inputs, dy)]
 
-        with fusewise.implementation(squeeze_excite=name):
+        with fusewise.implementation(**choice):
             warm = torch.cuda.Stream()
             warm.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(warm):
@@ -213,7 +213,7 @@ def test_cuda_graph(case):
                     t.detach().zero_()
                 graph.replay()
                 for output, ours, right in zip(OUTPUTS, captured, step(), strict=True):
-                    assert same_bits(ours.detach(), right.detach()), f"{name}: {output}"
+                    assert same_bits(ours.detach(), right.detach()), f"{choice}: {output}"
 
 
 @pytest.mark.two_gpus
@@ -316,8 +316,8 @@ def test_peak_memory_is_not_above_eagers(layout, shape, reduced):
     def inference(fn):
         return peak(lambda: fn(*case.arguments))
 
-    for name in case.implementations():
-        with fusewise.implementation(squeeze_excite=name):
+    for choice in case.implementations():
+        with fusewise.implementation(**choice):
             assert training(squeeze_excite) <= training(eager)
             # Eager keeps little beside y; ours has its partial sums, well under 1 % of y.
             assert inference(squeeze_excite) <= inference(eager) + case.x.nbytes // 100 + 2**20

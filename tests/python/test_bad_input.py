@@ -294,8 +294,8 @@ def test_sums_do_not_overflow_half(device):
     case = make_case((2, 6, 4, 5), 3, device, DTYPES["fp16"])
     case.x = case.x.clamp(-1, 1) * 1e4 + 4e4
     right = {name: reference for name, (_, reference, _) in case.expected().items()}
-    for implementation in case.implementations():
-        with fusewise.implementation(squeeze_excite=implementation):
+    for choice in case.implementations():
+        with fusewise.implementation(**choice):
             ours = gradients(squeeze_excite, case)
         for name in OUTPUTS:
             rounded = right[name].to(torch.float16)

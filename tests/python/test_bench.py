@@ -164,7 +164,8 @@ def test_info_names_versions_and_implementations(capsys):
     assert cli.main(["info"]) == 0
     shown = capsys.readouterr().out
     assert f"fusewise: {fusewise.__version__}" in shown
-    assert "squeeze_excite on cpu, fastest first:" in shown
+    for direction in ("forward", "backward"):
+        assert f"squeeze_excite {direction} on cpu, fastest first:" in shown
 
 
 def test_a_report_shows_losses_sums_and_memory(tmp_path):

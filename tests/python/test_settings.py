@@ -31,9 +31,9 @@ def chosen(case):
 
 def test_a_forced_implementation_is_used_and_given_back(case):
     default = chosen(case)
-    for name in case.implementations(backward=False):
-        with fusewise.implementation(squeeze_excite=name):
-            assert chosen(case) == name
+    for choice in case.implementations(backward=False):
+        with fusewise.implementation(**choice):
+            assert chosen(case) == choice["squeeze_excite"]
     assert chosen(case) == default
 
 
@@ -62,13 +62,13 @@ def test_an_unknown_operator_is_an_error():
         fusewise.implementation(squeeze_excite=None)
 
 
-def test_backward_uses_what_forward_was_told(case, last):
+def test_backward_uses_what_held_when_forward_ran(case, last):
     x = case.x.requires_grad_()
     with Calls() as calls:
-        with fusewise.implementation(squeeze_excite=last):
+        with fusewise.implementation(squeeze_excite="", squeeze_excite_backward=last):
             y = squeeze_excite(*case.arguments)
         torch.autograd.grad(y, x, case.dy)
-    assert [arguments[-1] for _, arguments, _ in calls.seen] == [last, last]
+    assert [arguments[-1] for _, arguments, _ in calls.seen] == ["", last]
 
 
 def test_other_threads_are_not_forced():

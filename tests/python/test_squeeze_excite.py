@@ -113,8 +113,8 @@ def test_gradcheck(device, activation, gate, layout):
         (2, 5, 3, 2), 3, device, DTYPES["fp64"], layout, activation=activation, gate=gate
     )
     inputs = [t.requires_grad_() for t in case.inputs]
-    for name in case.implementations():
-        with fusewise.implementation(squeeze_excite=name):
+    for choice in case.implementations():
+        with fusewise.implementation(**choice):
             assert torch.autograd.gradcheck(lambda *t: squeeze_excite(*t, activation, gate), inputs)
 
 
