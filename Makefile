@@ -62,9 +62,9 @@ bench: build  ## measure against PyTorch; ARGS="--full --device cpu" and the lik
 
 # With the python3 on the path where that has the right torch (nothing is installed), else .venv.
 gpu gpu-soak: gpu_python = $$(python3 tools/has_torch.py && echo python3 || echo $(BIN)/python)
-gpu:  ## on a GPU: build, test, measure, sanitize; writes gpu-results/. STEPS="build test bench" picks
+gpu:  ## on a GPU: build, test, sanitize, measure; writes gpu-results/. STEPS="build test" picks, ARGS goes to the benchmark
 	@python3 tools/has_torch.py || $(MAKE) setup
-	$(gpu_python) tools/gpu.py $(STEPS)
+	$(gpu_python) tools/gpu.py $(STEPS) --bench="$(ARGS)"
 
 gpu-soak:  ## on a GPU, after `make gpu`: a million calls with flat memory
 	PYTHONPATH="python:$${PYTHONPATH:-}" $(gpu_python) tools/soak.py

@@ -1,9 +1,10 @@
-"""Builds, tests, measures and sanitizes on a GPU, and writes what happened to gpu-results/.
+"""Builds, tests, sanitizes and measures on a GPU, and writes what happened to gpu-results/.
 
-    python3 tools/gpu.py [build] [test] [bench] [sanitize]
+    python3 tools/gpu.py [build] [test] [sanitize] [bench] [--bench "ARGUMENTS"]
 
-Without arguments all four, in that order. A step that fails is recorded and the next one runs;
-any failure makes the exit code 1. Installs nothing. summary.md is meant for docs/results/.
+Without steps all four, in that order; tests and sanitizers run side by side, as nothing is timed
+there. A step that fails is recorded and the next one runs; any failure makes the exit code 1.
+Installs nothing. summary.md is meant for docs/results/.
 """
 
 import argparse
@@ -17,8 +18,10 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +59,16 @@ def run(step: str, command: list, timeout: int, show: bool = True, **environment
         errors="replace",
         start_new_session=True,  # so that a timeout ends the children too
     )
-    timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
+
+    def stop():
+        # The benchmark keeps what it has on the first of them.
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(timeout, stop)
     timer.start()
     try:
         with (OUT / f"{step}.log").open("w") as log:
@@ -85,22 +97,22 @@ def build() -> list[Outcome]:
     return [configure, run("build", ["cmake", "--build", "--preset", "dev"], timeout=240)]
 
 
-def test() -> list[Outcome]:
-    ctest = run(
-        "ctest",
-        ["ctest", "--preset", "dev", "-j", os.cpu_count(), "--output-junit", OUT / "ctest.xml"],
-        timeout=120,
-    )
-    pytest = run(
-        "pytest",
-        [sys.executable, "-m", "pytest", "-q", "--device=cuda", f"--junitxml={OUT / 'pytest.xml'}"],
-        timeout=240,
-    )
-    for outcome in (ctest, pytest):
-        counts = count_tests(OUT / f"{outcome.step}.xml")
-        if counts:
-            outcome.detail = counts
-    return [ctest, pytest]
+def test() -> list[Callable[[], Outcome]]:
+    ctest = ["ctest", "--preset", "dev", "-j", "4", "--output-junit", OUT / "ctest.xml"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "--device=cuda"]
+
+    def counted(step: str, command: list) -> Outcome:
+        outcome = run(step, command, timeout=240, show=False)
+        outcome.detail = count_tests(OUT / f"{step}.xml") or outcome.detail
+        return outcome
+
+    return [
+        lambda: counted("ctest", ctest),
+        lambda: counted("pytest", [*pytest, "tests/python", f"--junitxml={OUT / 'pytest.xml'}"]),
+        lambda: counted(
+            "pytest-gpu", [*pytest, "tests/gpu", f"--junitxml={OUT / 'pytest-gpu.xml'}"]
+        ),
+    ]
 
 
 def count_tests(junit: Path) -> str | None:
@@ -118,15 +130,11 @@ def count_tests(junit: Path) -> str | None:
     return f"{len(cases) - failed - skipped} passed, {skipped} skipped, {failed} failed"
 
 
-def bench() -> list[Outcome]:
-    command = [sys.executable, "-m", "fusewise", "bench", "--full", "--device", "cuda"]
-    return [run("bench", [*command, "--out", OUT.relative_to(ROOT) / "bench"], timeout=240)]
-
-
-def sanitize() -> list[Outcome]:
+def sanitize() -> list[Callable[[], Outcome]]:
     """Every checker over a short list of Python calls, and over the C++ tests made for it."""
     if shutil.which("compute-sanitizer") is None:
-        return [Outcome("sanitize", False, 0, "compute-sanitizer is not on the path")]
+        missing = Outcome("sanitize", False, 0, "compute-sanitizer is not on the path")
+        return [lambda: missing]
     programs = {"python": [sys.executable, "tools/sanitizer_calls.py"]}
     if CTEST_BINARY.is_file():
         programs["cpp"] = [CTEST_BINARY, "--gtest_filter=*Cuda*Short*"]
@@ -136,24 +144,35 @@ def sanitize() -> list[Outcome]:
         # With its cache, torch hands out pieces of large blocks, and nothing is out of bounds.
         uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         step = f"{tool}-{name}"
-        outcome = run(step, [*checker, *programs[name]], timeout=120, show=False, **uncached)
-        log = (OUT / f"{step}.log").read_text()
-        found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", log)
+        outcome = run(step, [*checker, *programs[name]], timeout=180, show=False, **uncached)
+        found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", (OUT / f"{step}.log").read_text())
         outcome.detail += f", {found[-1] if found else 'no summary'}"
-        if not outcome.passed:
-            print(log[-4000:])
         return outcome
 
-    # Nothing is timed here, so they may all run at once.
     jobs = [(tool, name) for tool in SANITIZERS for name in programs]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return list(pool.map(lambda job: check(*job), jobs))
+    return [partial(check, tool, name) for tool, name in jobs]
 
 
-STEPS = {"build": build, "test": test, "bench": bench, "sanitize": sanitize}
+def side_by_side(jobs: list[Callable[[], Outcome]]) -> list[Outcome]:
+    with ThreadPoolExecutor(max(len(jobs), 1)) as pool:
+        outcomes = list(pool.map(lambda job: job(), jobs))
+    for outcome in outcomes:
+        log = OUT / f"{outcome.step}.log"
+        if not outcome.passed and log.is_file():
+            print(f"\n=== {outcome.step} failed:\n{log.read_text()[-4000:]}")
+    return outcomes
 
 
-def summarize(steps: list[str], outcomes: list[Outcome]) -> None:
+def bench(arguments: str) -> Outcome:
+    command = [sys.executable, "-m", "fusewise", "bench", "--full", "--device", "cuda"]
+    out = OUT.relative_to(ROOT) / "bench"
+    return run("bench", [*command, *arguments.split(), "--out", out], timeout=240)
+
+
+STEPS = ("build", "test", "sanitize", "bench")
+
+
+def summarize(steps: list[str], bench_arguments: str, outcomes: list[Outcome]) -> None:
     described = subprocess.run(
         [
             sys.executable,
@@ -167,7 +186,11 @@ def summarize(steps: list[str], outcomes: list[Outcome]) -> None:
         text=True,
     )
     environment = json.loads(described.stdout) if described.returncode == 0 else {}
-    command = f'make gpu STEPS="{" ".join(steps)}"' if steps != list(STEPS) else "make gpu"
+    command = "make gpu"
+    if steps != list(STEPS):
+        command += f' STEPS="{" ".join(steps)}"'
+    if bench_arguments:
+        command += f' ARGS="{bench_arguments}"'
     results = OUT / "bench" / "results.json"
     measured = "bench" in steps and results.is_file()
     summary = {
@@ -196,19 +219,24 @@ def summarize(steps: list[str], outcomes: list[Outcome]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
-    asked = parser.parse_args().steps
-    unknown = [step for step in asked if step not in STEPS]
+    parser.add_argument("--bench", default="", help="arguments of the benchmark, as one string")
+    options = parser.parse_args()
+    unknown = [step for step in options.steps if step not in STEPS]
     if unknown:
         parser.error(f"unknown step {unknown[0]}; there are: {', '.join(STEPS)}")
-    steps = [step for step in STEPS if step in asked] or list(STEPS)
+    steps = [step for step in STEPS if step in options.steps] or list(STEPS)
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
     outcomes: list[Outcome] = []
     try:
-        for step in steps:
-            outcomes += STEPS[step]()
+        if "build" in steps:
+            outcomes += build()
+        jobs = (test() if "test" in steps else []) + (sanitize() if "sanitize" in steps else [])
+        outcomes += side_by_side(jobs)
+        if "bench" in steps:
+            outcomes.append(bench(options.bench))
     finally:
-        summarize(steps, outcomes)
+        summarize(steps, options.bench, outcomes)
     return int(not all(outcome.passed for outcome in outcomes))
 
 
