@@ -43,6 +43,30 @@ V load_bits(const void* from) {
   return value;
 }
 
+using F64 = Vector<double, kBytes / 8>::type;
+
+// a * b + c: in one rounding where the set has such an instruction, everywhere or nowhere. Left to
+// the compiler, loops of different shape may differ, and with them the results of one sum that was
+// cut in different ways.
+#if defined(__AVX512F__)
+F32 multiply_add(F32 a, F32 b, F32 c) {
+  return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+F64 multiply_add(F64 a, F64 b, F64 c) {
+  return (F64)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+}
+#elif defined(__FMA__)
+F32 multiply_add(F32 a, F32 b, F32 c) {
+  return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+F64 multiply_add(F64 a, F64 b, F64 c) {
+  return (F64)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
+#else
+F32 multiply_add(F32 a, F32 b, F32 c) { return a * b + c; }
+F64 multiply_add(F64 a, F64 b, F64 c) { return a * b + c; }
+#endif
+
 // Half types: from and to one float32 vector. --------------------------------------------------
 
 F32 widen(BF16, U16 bits) { return (F32)(__builtin_convertvector(bits, U32) << 16); }
@@ -206,13 +230,15 @@ E add_lanes(V v) {
 
 // Sums over pixels. ----------------------------------------------------------------------------
 
-/// Element i of a, or of a * b; `count` as in Memory.
+/// sum + element i of a, or of a * b; `count` as in Memory.
 template <typename T, bool kDot, typename... Count>
-typename Memory<T>::V term(const T* a, const T* b, Index i, Count... count) {
+typename Memory<T>::V add(typename Memory<T>::V sum, const T* a, const T* b, Index i,
+                          Count... count) {
+  using M = Memory<T>;
   if constexpr (kDot)
-    return Memory<T>::load(a + i, count...) * Memory<T>::load(b + i, count...);
+    return multiply_add(M::load(a + i, count...), M::load(b + i, count...), sum);
   else
-    return Memory<T>::load(a + i, count...);
+    return sum + M::load(a + i, count...);
 }
 
 template <typename T, bool kDot>
@@ -222,10 +248,10 @@ AccumulatorOf<T> reduce_plane(const T* a, const T* b, Index pixels) {
   typename M::V sums[kChains] = {};
   Index i = 0;
   for (; i + kChains * M::kLanes <= pixels; i += kChains * M::kLanes) {
-    for (int k = 0; k < kChains; ++k) sums[k] += term<T, kDot>(a, b, i + k * M::kLanes);
+    for (int k = 0; k < kChains; ++k) sums[k] = add<T, kDot>(sums[k], a, b, i + k * M::kLanes);
   }
-  for (; i + M::kLanes <= pixels; i += M::kLanes) sums[0] += term<T, kDot>(a, b, i);
-  if (i < pixels) sums[1] += term<T, kDot>(a, b, i, pixels - i);
+  for (; i + M::kLanes <= pixels; i += M::kLanes) sums[0] = add<T, kDot>(sums[0], a, b, i);
+  if (i < pixels) sums[1] = add<T, kDot>(sums[1], a, b, i, pixels - i);
   return add_lanes<typename M::Sum>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
@@ -250,7 +276,7 @@ void reduce_some_rows(const T* a, Index a_stride, const T* b, Index b_stride, In
         __builtin_prefetch(a + (k + kRows) * a_stride + i, 0, 2);
         if (kDot) __builtin_prefetch(b + (k + kRows) * b_stride + i, 0, 2);
       }
-      sum += term<T, kDot>(a + k * a_stride, b + k * b_stride, i, count...);
+      sum = add<T, kDot>(sum, a + k * a_stride, b + k * b_stride, i, count...);
     }
     S::store(sums + i, sum, count...);
   };
@@ -318,8 +344,9 @@ void scale_plane(const T* in, AccumulatorOf<T> factor, AccumulatorOf<T> offset, 
                  Index pixels, T* out) {
   using M = Memory<T>;
   if (shift) {
+    const typename M::V factors = typename M::V{} + factor, offsets = typename M::V{} + offset;
     write<T, kStream>(out, pixels, [=](Index i, auto... count) {
-      return M::load(in + i, count...) * factor + offset;
+      return multiply_add(M::load(in + i, count...), factors, offsets);
     });
   } else {
     write<T, kStream>(out, pixels,
@@ -347,8 +374,8 @@ void scale_row(const T* in, const AccumulatorOf<T>* factors, const AccumulatorOf
   using S = Memory<AccumulatorOf<T>>;
   if (offsets != nullptr) {
     write<T, kStream>(out, columns, [=](Index i, auto... count) {
-      return M::load(in + i, count...) * S::load(factors + i, count...) +
-             S::load(offsets + i, count...);
+      return multiply_add(M::load(in + i, count...), S::load(factors + i, count...),
+                          S::load(offsets + i, count...));
     });
   } else {
     write<T, kStream>(out, columns, [=](Index i, auto... count) {
@@ -382,7 +409,7 @@ void transposed_block(const T* weights, const T* bias, Index columns,
     for (int j = 0; j < kCount; ++j) vector[j] = S::load(vectors + j * vector_stride + i, count...);
     for (int r = 0; r < kRows; ++r) {
       const typename M::V row = M::load(weights + r * columns + i, count...);
-      for (int j = 0; j < kCount; ++j) sums[r][j] += row * vector[j];
+      for (int j = 0; j < kCount; ++j) sums[r][j] = multiply_add(row, vector[j], sums[r][j]);
     }
   };
   Index i = 0;
@@ -441,7 +468,10 @@ void product_block(const AccumulatorOf<B>* a, Index a_row, Index a_column, const
   for (Index k = 0; k < depth; ++k) {
     for (int v = 0; v < kVectors; ++v) {
       const typename M::V row = M::load(b + k * b_stride + v * M::kLanes, count...);
-      for (int r = 0; r < kRows; ++r) sums[r][v] += a[r * a_row + k * a_column] * row;
+      for (int r = 0; r < kRows; ++r) {
+        const typename M::V factor = typename M::V{} + a[r * a_row + k * a_column];
+        sums[r][v] = multiply_add(factor, row, sums[r][v]);
+      }
     }
   }
   for (int r = 0; r < kRows; ++r) {

@@ -239,7 +239,7 @@ TEST_P(SqueezeExciteOnCpu, TheSameBitsWhoeverRunsIt) {
         Context context;
         const auto once = all_bytes(call, GetParam(), context);
         EXPECT_EQ(all_bytes(call, GetParam(), context), once) << "again";
-        for (const int threads : {1, 2, 3, 8}) {
+        for (const int threads : {1, 2, 3, 8, 16, 64}) {
           Fixed executor(threads);
           context.executor = &executor;
           EXPECT_EQ(all_bytes(call, GetParam(), context), once) << threads << " threads";
