@@ -5,6 +5,10 @@ SHELL := bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
+ifneq (1,$(words $(CURDIR)))
+$(error make cannot handle the space in '$(CURDIR)': put the clone into another folder)
+endif
+
 PYTHON ?= python3
 BIN := $(CURDIR)/.venv/bin
 # CMake finds ninja on the path.

@@ -17,7 +17,7 @@ if(CCACHE)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
 endif()
 
-# nvcc needs about 1 GB a job; two at a time keep a small machine alive.
+# nvcc needs about 1 GB a job; no more of them than cores.
 cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
 set_property(GLOBAL PROPERTY JOB_POOLS nvcc=${cores})
 

@@ -45,8 +45,12 @@ if(FUSEWISE_WITH_CUDA AND EXISTS ${torch_dir}/lib/libtorch_cuda.so)
     FUSEWISE_CUDA_VERSION="${CUDAToolkit_VERSION}"
     FUSEWISE_CUDA_ARCHITECTURES="${architectures}")
   target_link_libraries(fusewise_torch_cuda PRIVATE ${torch_dir}/lib/libtorch_cuda.so)
-elseif(FUSEWISE_WITH_CUDA)
-  message(STATUS "Fusewise: no CUDA operators, this torch has no CUDA.")
+else()
+  if(FUSEWISE_WITH_CUDA)
+    message(STATUS "Fusewise: no CUDA operators, this torch has no CUDA.")
+  endif()
+  # What an earlier build left would be loaded beside the new CPU library.
+  file(REMOVE ${library_dir}/libfusewise_torch_cuda.so ${library_dir}/libfusewise_naive.so)
 endif()
 
 # For the benchmark: its cases, and the naive kernel that it shows as a baseline.

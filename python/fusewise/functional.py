@@ -40,6 +40,11 @@ def squeeze_excite(
         A tensor like x, in x's layout. Autocast changes nothing.
     """
     if _transforms_active() or forward_ad._current_level >= 0:
+        if settings.squeeze_excite:
+            raise RuntimeError(
+                f"implementation: '{settings.squeeze_excite}' was forced, but under torch.func "
+                "transforms and forward-mode AD only torch's own operators run"
+            )
         return _formula(x, w1, b1, w2, b2, activation, gate)
     wants_gradient = torch.is_grad_enabled() and (
         x.requires_grad

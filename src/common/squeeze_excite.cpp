@@ -8,7 +8,9 @@
 namespace fusewise {
 namespace {
 
+/// Where it is, and that there is something where sizes say so.
 void check_device(const char* name, const TensorView& t, Device device) {
+  check(t.data != nullptr || t.numel() == 0, name, ": has no data");
   check(t.device == device, name, ": expected a tensor on ", device, ", got one on ", t.device);
 }
 
@@ -64,6 +66,7 @@ void check_inputs(const TensorView& x, const TensorView& w1, const TensorView& w
   check(x.defined(), "x: is missing");
   check(x.rank == 4, "x: expected 4 dimensions [N, C, H, W], got ", x);
   check_device("x", x, device);
+  check(x.sizes[0] >= 0, "x: expected N >= 0, got ", x);
   check(x.sizes[1] >= 1, "x: expected at least one channel, got ", x);
   check(x.sizes[2] >= 1 && x.sizes[3] >= 1, "x: expected at least one pixel, got ", x);
   check(w1.defined(), "w1: is missing");

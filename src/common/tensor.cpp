@@ -34,7 +34,8 @@ const char* name_of(DType dtype) {
 }
 
 std::string name_of(Device device) {
-  if (device.type == DeviceType::cpu) return "cpu";
+  if (device.type == DeviceType::cpu && device.index == 0) return "cpu";
+  if (device.type == DeviceType::cpu) return "cpu:" + std::to_string(device.index);
   return "cuda:" + std::to_string(device.index);
 }
 

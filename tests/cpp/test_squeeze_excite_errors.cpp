@@ -75,6 +75,10 @@ void spoil_each(const Spoil<Call> (&arguments)[kCount], const SqueezeExcite& ten
     bad.device = {DeviceType::cuda, 0};
     expect_error(tensors, call, name + "expected a tensor on cpu, got one on cuda:0");
 
+    bad = view;
+    bad.data = nullptr;
+    expect_error(tensors, call, name + "has no data");
+
     if (name != "x: ") {  // x says what the others must be
       bad = view;
       // W1's first size says what R is: there, only the second can be wrong.

@@ -55,6 +55,18 @@ def test_an_unknown_implementation_is_the_operators_error(case, last):
         squeeze_excite(*case.arguments)
 
 
+def test_nothing_can_be_forced_under_a_transform(case, last):
+    """There the formula runs in torch's operators, and a forced name must not be ignored."""
+    call = torch.func.vmap(lambda x: squeeze_excite(x, *case.arguments[1:]))
+    batch = torch.stack([case.x, case.x])
+    with (
+        fusewise.implementation(squeeze_excite=last),
+        pytest.raises(RuntimeError, match=f"implementation: '{last}' was forced"),
+    ):
+        call(batch)
+    assert call(batch).shape == batch.shape
+
+
 def test_an_unknown_operator_is_an_error():
     with pytest.raises(ValueError, match="no operator 'squeeze'; there are: squeeze_excite"):
         fusewise.implementation(squeeze="general")

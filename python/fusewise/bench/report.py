@@ -40,7 +40,7 @@ def one_line(row: dict) -> str:
         return f"{name}: {row['failed']}"
     clock = next(iter(_clocks(row)))
     parts = [f"{name}: {_us(_median(row, OURS, clock))} µs, {_share(row, clock)} of the floor"]
-    parts += [f"{baseline} {_ratio(row, baseline, clock)}" for baseline in row["against"]]
+    parts += [f"against {name} {_ratio(row, name, clock)}" for name in row["against"]]
     return ", ".join(parts)
 
 
