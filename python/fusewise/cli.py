@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+from . import __version__
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -16,6 +18,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _Parser(prog="fusewise", description="Fused neural-network operators for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"fusewise {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     bench = commands.add_parser("bench", help="check and measure against PyTorch")

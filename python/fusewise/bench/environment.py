@@ -4,6 +4,7 @@ import os
 import platform
 import shlex
 import subprocess
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -15,11 +16,11 @@ import fusewise
 def describe(device: str) -> dict:
     found = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": commit() or "unknown",
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),
+        "load": round(load(), 1),
         "os": os_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -32,6 +33,18 @@ def describe(device: str) -> dict:
         )
         found["cuda"] = torch.version.cuda
     return found
+
+
+def load(seconds: float = 0.5) -> float:
+    """How many cores others keep busy now. The system's own average remembers the build."""
+
+    def busy() -> int:
+        user, nice, system, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+        return user + nice + system + sum(rest[2:])  # not idle, not waiting for disks
+
+    before = busy()
+    time.sleep(seconds)
+    return (busy() - before) / os.sysconf("SC_CLK_TCK") / seconds
 
 
 def commit() -> str | None:
