@@ -17,6 +17,7 @@
 #include "cuda/mailbox.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/squeeze_excite/images.h"
+#include "cuda/squeeze_excite/planes.cuh"
 #include "cuda/vector.cuh"
 
 namespace fusewise::cuda {
@@ -91,7 +92,7 @@ struct Slice {
   template <typename Finish>
   __device__ void sum(const T* tile, float* rows, float* scratch, Finish finish) const {
     if constexpr (kPlanar) {
-      each_plane([&](int plane, int thread, int threads) {
+      planes().each([&](int plane, int thread, int threads) {
         float total = 0;
         visit(
             plane, thread, threads, [&](int i) { total += to_accumulator<float>(tile[i]); },
@@ -102,11 +103,11 @@ struct Slice {
               for (int k = 0; k < kVector; ++k) part[k % 2] += v[k];
               total += part[0] + part[1];
             });
-        total = plane_sum(total, min(threads, 32));
+        total = planes().sum(total, min(threads, 32));
         if (thread % 32 == 0) rows[thread / 32 * channels + plane] = total;
       });
       __syncthreads();
-      block_sum_rows(rows, max(threads_per_plane() / 32, 1), channels, scratch, finish);
+      block_sum_rows(rows, max(planes().threads() / 32, 1), channels, scratch, finish);
     } else {
       float total[kVector] = {};
       each_pixel([&](int, int at) {
@@ -131,7 +132,7 @@ struct Slice {
   __device__ void scale(T* tile, T* image, int sample, const float* gate) const {
     T* out = image + start(sample);
     if constexpr (kPlanar) {
-      each_plane([&](int plane, int thread, int threads) {
+      planes().each([&](int plane, int thread, int threads) {
         const float g = gate[plane];
         visit(
             plane, thread, threads,
@@ -171,30 +172,7 @@ struct Slice {
     for (int p = strand; p < pixels; p += strands) body(p, p * channels + lane * kVector);
   }
 
-  /// Planar: a power of two, enough for a vector or two each, and all threads busy with few planes.
-  __device__ int threads_per_plane() const {
-    int threads = 4;
-    while (threads < 32 && threads * kVector * 2 <= hw) threads *= 2;
-    while (threads < kRingThreads && threads * 2 * channels <= kRingThreads) threads *= 2;
-    return threads;
-  }
-  /// Planar: body(plane, thread, threads) for this thread's planes.
-  template <typename Body>
-  __device__ void each_plane(Body body) const {
-    const int threads = threads_per_plane();
-    for (int plane = threadIdx.x / threads; plane < channels; plane += kRingThreads / threads) {
-      body(plane, threadIdx.x % threads, threads);
-    }
-  }
-  /// Sum over `threads` lanes that may be the only ones of their warp with a plane left.
-  __device__ static float plane_sum(float value, int threads) {
-    const unsigned one = threads == 32 ? ~0u : (1u << threads) - 1;
-    const unsigned mine = one << (threadIdx.x % 32 / threads * threads);
-    for (int offset = threads / 2; offset > 0; offset /= 2) {
-      value += __shfl_xor_sync(mine, value, offset);
-    }
-    return value;
-  }
+  __device__ Planes<kRingThreads, kVector> planes() const { return {channels, hw}; }
   /// Visits a plane that may start anywhere: single elements up to a 16-byte boundary, then
   /// vectors.
   template <typename One, typename Many>

@@ -16,6 +16,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/squeeze_excite/images.h"
+#include "cuda/squeeze_excite/planes.cuh"
 #include "cuda/squeeze_excite/weight_gradients.cuh"
 #include "cuda/vector.cuh"
 
@@ -81,7 +82,7 @@ struct Part {
     kept += start;
     extra += start;
     if constexpr (kPlanes) {
-      each_plane([&](int plane, int thread, int threads) {
+      planes().each([&](int plane, int thread, int threads) {
         float total = 0;
         visit(
             kept, plane, thread, threads,
@@ -102,11 +103,11 @@ struct Part {
               }
               total += part[0] + part[1];
             });
-        total = plane_sum(total, min(threads, 32));
+        total = planes().sum(total, min(threads, 32));
         if (thread % 32 == 0) rows[thread / 32 * channels + plane] = total;
       });
       __syncthreads();
-      block_sum_rows(rows, max(threads_per_plane() / 32, 1), channels, scratch, finish);
+      block_sum_rows(rows, max(planes().threads() / 32, 1), channels, scratch, finish);
     } else {
       float total[kVector] = {};
       // In batches whose loads are all under way before the first is used, the last one too.
@@ -148,7 +149,7 @@ struct Part {
     out += start;
     if constexpr (kPlanes) {
       ready();
-      each_plane([&](int plane, int thread, int threads) {
+      planes().each([&](int plane, int thread, int threads) {
         const float g = gate[plane], o = kOffset ? offset[plane] : 0.f;
         const auto apply = [&](float v) { return kOffset ? fmaf(v, g, o) : v * g; };
         visit(
@@ -203,30 +204,7 @@ struct Part {
   __device__ int end() const { return strand < strands ? pixels : 0; }
   __device__ long long place(int p) const { return static_cast<long long>(p) * c + lane * kVector; }
 
-  /// A power of two, enough for a vector or two each, and all threads busy with few planes.
-  __device__ int threads_per_plane() const {
-    int threads = 4;
-    while (threads < 32 && threads * kVector * 2 <= hw) threads *= 2;
-    while (threads < kThreads && threads * 2 * channels <= kThreads) threads *= 2;
-    return threads;
-  }
-  /// body(plane, thread, threads) for this thread's planes.
-  template <typename Body>
-  __device__ void each_plane(Body body) const {
-    const int threads = threads_per_plane();
-    for (int plane = threadIdx.x / threads; plane < channels; plane += kThreads / threads) {
-      body(plane, threadIdx.x % threads, threads);
-    }
-  }
-  /// Sum over `threads` lanes that may be the only ones of their warp with a plane left.
-  __device__ static float plane_sum(float value, int threads) {
-    const unsigned one = threads == 32 ? ~0u : (1u << threads) - 1;
-    const unsigned mine = one << (threadIdx.x % 32 / threads * threads);
-    for (int offset = threads / 2; offset > 0; offset /= 2) {
-      value += __shfl_xor_sync(mine, value, offset);
-    }
-    return value;
-  }
+  __device__ Planes<kThreads, kVector> planes() const { return {channels, hw}; }
   /// Visits a plane that may start anywhere: single elements up to a 16-byte boundary, then
   /// vectors.
   template <typename One, typename Many>
