@@ -47,8 +47,13 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 find_package(CUDAToolkit REQUIRED)
 if(CUDAToolkit_VERSION VERSION_LESS 13)
-  message(FATAL_ERROR "The CUDA kernels need CUDA 13, as torch 2.11 does, and nvcc is of "
-    "${CUDAToolkit_VERSION}. Put a newer one on PATH, or build with FUSEWISE_CUDA=OFF.")
+  if(FUSEWISE_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "FUSEWISE_CUDA=ON, but nvcc is of CUDA ${CUDAToolkit_VERSION} and the "
+      "kernels need CUDA 13, as torch 2.11 does. Put a newer one on PATH, or build with "
+      "FUSEWISE_CUDA=OFF for the CPU alone.")
+  endif()
+  message(STATUS "Fusewise: CPU only (nvcc is of CUDA ${CUDAToolkit_VERSION}, 13 is needed).")
+  return()
 endif()
 set(FUSEWISE_WITH_CUDA ON)
 message(STATUS "Fusewise: CUDA ${CUDAToolkit_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}.")
