@@ -88,7 +88,10 @@ const Implementation<Choice> kChoices[] = {
      [](const Context&, const Choice& c) -> std::string {
        return c.number % 2 == 0 ? "" : "the number is odd";
      },
-     [](const Context&, const Choice&) { ran = 2; }},
+     [](const Context&, const Choice&) { ran = 2; },
+     [](const Context&, const Choice& c) -> std::string {
+       return c.number == 100 ? "a hundred is better positive" : "";
+     }},
     {"positive",
      [](const Context&, const Choice& c) -> std::string {
        return c.number > 0 ? "" : "the number is not positive";
@@ -119,6 +122,13 @@ TEST(Implementations, TheListSaysWhy) {
   const Candidates forced = candidates<Choice>(kChoices, Context{}, {4, "positive"});
   EXPECT_FALSE(forced[0].chosen);
   EXPECT_TRUE(forced[1].chosen);
+}
+
+TEST(Implementations, WhoYieldsCanStillBeForced) {
+  EXPECT_EQ(run({100}), 1);
+  EXPECT_EQ(run({100, "even"}), 2);
+  EXPECT_EQ(candidates<Choice>(kChoices, Context{}, {100})[0].declined,
+            "a hundred is better positive");
 }
 
 TEST(Implementations, NothingIsChosenSilently) {

@@ -20,7 +20,7 @@ constexpr Implementation<Call> kGeneral{
 Implementations<SqueezeExciteForward> squeeze_excite_forward() {
   using Call = SqueezeExciteForward;
   static constexpr Implementation<Call> list[] = {
-      {"ring", ring_declines, ring_run}, kTwoPass<Call>, kGeneral<Call>};
+      {"ring", ring_declines, ring_run, ring_yields}, kTwoPass<Call>, kGeneral<Call>};
   return list;
 }
 

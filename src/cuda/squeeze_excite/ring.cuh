@@ -8,6 +8,7 @@
 namespace fusewise::cuda {
 
 std::string ring_declines(const Context& context, const SqueezeExciteForward& call);
+std::string ring_yields(const Context& context, const SqueezeExciteForward& call);
 void ring_run(const Context& context, const SqueezeExciteForward& call);
 /// With a plan of one's own, for experiments.
 void ring_run(const Context& context, const SqueezeExciteForward& call, const RingPlan& plan);

@@ -289,10 +289,7 @@ void expect_ring(cuda::Split split, Sizes sizes, Types types, int slices, int mu
   plan = plan_in(plan->shared_bytes - (plan->stages - stages) * plan->tile_bytes);
   ASSERT_TRUE(plan);
   ASSERT_EQ(plan->stages, stages);
-  const OnGpu gpu(call, {});
-  SqueezeExciteForward forced = gpu.forward();
-  forced.implementation = "ring";
-  ASSERT_EQ(cuda::ring_declines(on_gpu(), forced), "");
+  ASSERT_EQ(cuda::ring_declines(on_gpu(), OnGpu(call, {}).forward()), "");
   expect_forward(call, forward_reference(call),
                  [&](const Context& context, const SqueezeExciteForward& arguments) {
                    cuda::ring_run(context, arguments, *plan);
