@@ -45,11 +45,11 @@ fusewise_core_target(fusewise)
 if(FUSEWISE_WITH_CUDA)
   set(cuda_sources
     src/cuda/memory.cu
+    src/cuda/squeeze_excite/cluster.cu
+    src/cuda/squeeze_excite/cluster_plan.cpp
     src/cuda/squeeze_excite/general.cu
     src/cuda/squeeze_excite/images.cpp
     src/cuda/squeeze_excite/implementations.cpp
-    src/cuda/squeeze_excite/ring.cu
-    src/cuda/squeeze_excite/ring_plan.cpp
     src/cuda/squeeze_excite/two_pass.cu
     src/cuda/squeeze_excite/weight_gradients.cu)
   target_sources(fusewise PRIVATE ${cuda_sources})

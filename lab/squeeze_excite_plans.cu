@@ -1,5 +1,5 @@
-// Laboratory: times the ring and two-pass kernels under many plans, beside the general kernels, for
-// EfficientNet-B4's blocks (batch 32, float16, channels-last) and three planar shapes; each result
+// Laboratory: times the cluster kernels under many plans, beside the two-pass and general ones, for
+// EfficientNet-B4's blocks (batch 32, float16, channels-last) and other shapes; each result
 // is compared with the general one first. Cold L2: buffers rotate. Not shipped; built by hand with
 // nvcc from this file, src/cuda and the two sources of src/common that they need.
 
@@ -15,8 +15,8 @@
 
 #include "cuda/cuda_error.h"
 #include "cuda/device.h"
+#include "cuda/squeeze_excite/cluster.cuh"
 #include "cuda/squeeze_excite/general.cuh"
-#include "cuda/squeeze_excite/ring.cuh"
 #include "cuda/squeeze_excite/two_pass.cuh"
 #include "fusewise/squeeze_excite.h"
 
@@ -102,7 +102,9 @@ double time_us(cudaStream_t stream, int calls, const std::function<void(int)>& r
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  // A case and a plan, by name, where only these are wanted.
+  const std::string only_case = argc > 1 ? argv[1] : "", only_plan = argc > 2 ? argv[2] : "";
   const std::vector<Case> cases = {
       {"48x190", 32, 48, 12, 190, 1, DType::f16, false},
       {"24x190", 32, 24, 6, 190, 1, DType::f16, false},
@@ -116,6 +118,24 @@ int main() {
       {"960x12", 32, 960, 40, 12, 1, DType::f16, false},
       {"1632x12", 32, 1632, 68, 12, 8, DType::f16, false},
       {"2688x12", 32, 2688, 112, 12, 1, DType::f16, false},
+      {"b1 192x95", 1, 192, 8, 95, 0, DType::f16, false},
+      {"b1 672x24", 1, 672, 28, 24, 0, DType::f16, false},
+      {"b1 1632x12", 1, 1632, 68, 12, 0, DType::f16, false},
+      {"b4 48x190", 4, 48, 12, 190, 0, DType::f16, false},
+      {"b4 336x48", 4, 336, 14, 48, 0, DType::f16, false},
+      {"b4 960x24", 4, 960, 40, 24, 0, DType::f16, false},
+      {"b8 192x95", 8, 192, 8, 95, 0, DType::f16, false},
+      {"b8 2688x12", 8, 2688, 112, 12, 0, DType::f16, false},
+      {"b16 960x24", 16, 960, 40, 24, 0, DType::f16, false},
+      {"b128 192x48", 128, 192, 8, 48, 0, DType::f16, false},
+      {"b128 672x24", 128, 672, 28, 24, 0, DType::f16, false},
+      {"b256 1152x7", 256, 1152, 48, 7, 0, DType::f16, false},
+      {"b256 480x14", 256, 480, 20, 14, 0, DType::f16, false},
+      {"b32 192x48 fp32", 32, 192, 8, 48, 0, DType::f32, false},
+      {"b32 960x12 fp32", 32, 960, 40, 12, 0, DType::f32, false},
+      {"b16 256x56 fp32 nchw", 16, 256, 16, 56, 0, DType::f32, true},
+      {"b32 512x28 nchw", 32, 512, 32, 28, 0, DType::f16, true},
+      {"b4 64x112 nchw", 4, 64, 16, 112, 0, DType::f16, true},
       {"64x112 fp32 nchw", 32, 64, 16, 112, 0, DType::f32, true},
       {"672x24 nchw", 32, 672, 28, 24, 0, DType::f16, true},
       {"1632x12 nchw", 32, 1632, 68, 12, 0, DType::f16, true},
@@ -146,8 +166,16 @@ int main() {
   std::printf("copy %.2f TB/s, %d SMs, %d bytes shared\n", bandwidth, limits.multiprocessors,
               limits.block_shared_memory);
 
+  for (int together = 1; together <= 2; ++together) {
+    std::printf("clusters, %d a multiprocessor:", together);
+    for (int size = 1; size <= kClusterMostBlocks; ++size) {
+      std::printf(" %d", cluster_limits(kGpu).clusters[together - 1][size]);
+    }
+    std::printf("\n");
+  }
   double total[2][3] = {};
   for (const Case& k : cases) {
+    if (!only_case.empty() && only_case != k.name) continue;
     const bool half = k.dtype == DType::f16;
     const std::int64_t hw = k.side * k.side, count = k.n * k.c * hw,
                        bytes = count * size_of(k.dtype);
@@ -233,45 +261,26 @@ int main() {
         tried.emplace_back(us, name);
         if (us < best) best = us, best_name = name;
       };
-      const auto two_pass = [&](Cut cut, int per_block) {
-        const char* names[] = {"channels", "pixels", "planes"};
-        trial(std::string(names[static_cast<int>(cut)]) + std::to_string(per_block),
-              [&](int i) { two_pass_run(context, make(i, out), {cut, per_block}); });
-      };
-      if (k.planar) {
-        for (int planes = 1; planes <= 64; planes *= 2) two_pass(Cut::planes, planes);
-      } else {
-        for (int channels = 32; channels <= 256; channels *= 2) two_pass(Cut::channels, channels);
-        for (int fill : {2, 4, 8}) {
-          const int chunks = std::max<int>(1, limits.multiprocessors * fill / k.n);
-          if (k.c <= 1024) two_pass(Cut::pixels, static_cast<int>((hw + chunks - 1) / chunks));
-        }
-      }
-      if constexpr (std::is_same_v<decltype(make(0, out)), SqueezeExciteForward>) {
-        const RingProblem problem{k.n,     k.c, hw, k.r, static_cast<int>(e), static_cast<int>(e),
-                                  k.planar};
-        const auto ring = [&](std::string name, const RingPlan& plan) {
-          const char letter = plan.split == Split::channels_last_by_pixel ? 'p' : 'c';
-          char text[96];
-          std::snprintf(text, sizeof text, "%c%d/g%d/s%d%s", letter, plan.slices, plan.groups,
-                        plan.stages, plan.staggered ? "~" : "");
-          trial(name + text, [&](int i) { ring_run(context, make(i, out), plan); });
-        };
-        for (Split split : {Split::channels_last_by_channel, Split::channels_last_by_pixel,
-                            Split::planar_by_channel}) {
-          if ((split == Split::planar_by_channel) != k.planar) continue;
-          for (int slices = 1; slices <= 40; ++slices) {
-            auto plan = ring_plan_with(problem, split, slices, limits.multiprocessors,
-                                       limits.block_shared_memory);
-            // Only plans that use most of the chip, and by channel no slice under 64 bytes.
-            if (!plan || plan->slices != slices || slices * plan->groups < 105) continue;
-            if (split == Split::channels_last_by_channel && plan->per_slice * e < 64) continue;
-            if (split == Split::channels_last_by_pixel && k.c > 400) continue;
-            ring("", *plan);
+      const ClusterProblem problem{k.n,      k.c, hw, k.r, static_cast<int>(e), static_cast<int>(e),
+                                   k.planar, back};
+      for (int threads : {256, 512}) {
+        for (int cs = 1; cs <= 16; ++cs) {
+          for (int ps = 1; cs * ps <= 16; ++ps) {
+            if (!k.planar && cs > 1 && k.c * e / cs < 64) continue;
+            const auto plan = cluster_plan_with(problem, {cs, ps, threads}, cluster_limits(kGpu));
+            if (!plan) continue;
+            char text[96];
+            std::snprintf(text, sizeof text, "C%dx%d/%d", cs, ps, threads);
+            if (!only_plan.empty() && only_plan != text) continue;
+            trial(text, [&](int i) { cluster_run(context, make(i, out), *plan); });
           }
         }
-        const auto chosen = ring_plan(problem, limits.multiprocessors, limits.block_shared_memory);
-        if (chosen) ring("CHOSEN ring ", *chosen);
+      }
+      if (const auto plan = cluster_plan(problem, cluster_limits(kGpu))) {
+        char text[96];
+        std::snprintf(text, sizeof text, "CHOSEN C%dx%d/%d", plan->cut.channel_slices,
+                      plan->cut.pixel_slices, plan->cut.threads);
+        trial(text, [&](int i) { cluster_run(context, make(i, out)); });
       }
       trial("CHOSEN two_pass", [&](int i) { two_pass_run(context, make(i, out)); });
       std::sort(tried.begin(), tried.end());
@@ -279,7 +288,7 @@ int main() {
         if (name.starts_with("CHOSEN")) std::printf(" %s %.1f |", name.c_str(), us);
       }
       std::printf(" best %6.1f (%3.0f%%)", best, 100 * floor / best);
-      for (std::size_t i = 0; i < tried.size() && i < 4; ++i) {
+      for (std::size_t i = 0; i < tried.size() && i < 8; ++i) {
         std::printf("  %s %.1f", tried[i].second.c_str(), tried[i].first);
       }
       if (!tried.empty())

@@ -36,8 +36,8 @@ def choices(tensors) -> list[dict[str, str]]:
     learned = [tensor.detach().requires_grad_() for tensor in tensors]
     forward, backward = fusewise.explain(fusewise.functional.squeeze_excite, *learned)
     return [
-        *({"squeeze_excite": c.name} for c in forward.candidates if not c.reason),
-        *({"squeeze_excite_backward": c.name} for c in backward.candidates if not c.reason),
+        *({"squeeze_excite": name} for name in forward.able),
+        *({"squeeze_excite_backward": name} for name in backward.able),
     ]
 
 

@@ -137,7 +137,8 @@ std::string to_text(const Candidates& candidates) {
   std::string text;
   for (const Candidate& candidate : candidates) {
     if (!text.empty()) text += "\n";
-    text += candidate.name + "\t" + (candidate.chosen ? "1" : "0") + "\t" + candidate.declined;
+    text += candidate.name + "\t" + (candidate.chosen ? "1" : "0") + "\t" +
+            (candidate.able ? "1" : "0") + "\t" + candidate.declined;
   }
   return text;
 }

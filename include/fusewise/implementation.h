@@ -8,8 +8,10 @@ namespace fusewise {
 /// One entry of an operator's ordered list of implementations, seen from one particular call.
 struct Candidate {
   std::string name;
-  /// Why it declines this call, as a sentence; empty where it would take it.
+  /// Why it does not take this call, as a sentence; empty where it would.
   std::string declined;
+  /// Whether it takes the call when it is forced to; it may decline only because another is faster.
+  bool able = false;
   /// Whether it is the one that runs: the first that does not decline, or the one that was forced.
   bool chosen = false;
 };

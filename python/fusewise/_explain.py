@@ -15,7 +15,9 @@ class Candidate:
     name: str
     chosen: bool
     reason: str
-    """Why it declines the call; empty where it would take it."""
+    """Why it does not take the call; empty where it would."""
+    able: bool
+    """Whether it takes the call when it is forced to; its reason may be that another is faster."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Record:
     @property
     def chosen(self) -> str:
         return next(candidate.name for candidate in self.candidates if candidate.chosen)
+
+    @property
+    def able(self) -> list[str]:
+        """What can be forced with `fusewise.implementation`."""
+        return [candidate.name for candidate in self.candidates if candidate.able]
 
     def __str__(self):
         lines = [f"{self.operator} {self.direction} {self.input}: {self.chosen}"]
@@ -73,8 +80,10 @@ def explain(fn, *args, **kwargs) -> Explanation:
 
 
 def record(operator: str, direction: str, x: torch.Tensor, answer: str) -> None:
-    """Adds a record from the operator's own answer: lines of name, chosen (0 or 1), reason."""
+    """Adds a record from the operator's own answer: lines of name, chosen, able (0 or 1), reason."""
     fields = (line.split("\t") for line in answer.splitlines())
-    candidates = tuple(Candidate(name, chosen == "1", reason) for name, chosen, reason in fields)
+    candidates = tuple(
+        Candidate(name, chosen == "1", reason, able == "1") for name, chosen, able, reason in fields
+    )
     described = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device}"
     settings.records.append(Record(operator, direction, described, candidates))

@@ -27,12 +27,14 @@ struct Implementation {
 template <typename Call>
 using Implementations = std::span<const Implementation<Call>>;
 
-/// Why an entry does not take the call; empty where it would.
 template <typename Call>
-std::string reason(const Implementation<Call>& entry, const Context& context, const Call& call) {
-  std::string declined = entry.declines(context, call);
-  if (!declined.empty() || entry.yields == nullptr || !call.implementation.empty()) return declined;
-  return entry.yields(context, call);
+Candidate candidate(const Implementation<Call>& entry, const Context& context, const Call& call) {
+  Candidate result{entry.name, entry.declines(context, call)};
+  result.able = result.declined.empty();
+  if (result.able && entry.yields != nullptr && call.implementation.empty()) {
+    result.declined = entry.yields(context, call);
+  }
+  return result;
 }
 
 /// Every entry with its reason, the chosen one marked. Throws where nothing can be chosen.
@@ -42,21 +44,20 @@ Candidates candidates(Implementations<Call> list, const Context& context, const 
   bool chosen = false;
   bool known = call.implementation.empty();
   for (const Implementation<Call>& entry : list) {
-    Candidate candidate{entry.name, reason(entry, context, call)};
-    const bool wanted = call.implementation.empty() || call.implementation == candidate.name;
-    known = known || call.implementation == candidate.name;
-    candidate.chosen = !chosen && wanted && candidate.declined.empty();
-    chosen = chosen || candidate.chosen;
-    result.push_back(std::move(candidate));
+    Candidate& last = result.emplace_back(candidate(entry, context, call));
+    const bool wanted = call.implementation.empty() || call.implementation == last.name;
+    known = known || call.implementation == last.name;
+    last.chosen = !chosen && wanted && last.declined.empty();
+    chosen = chosen || last.chosen;
   }
   if (chosen) return result;
 
   std::string message = "implementation: ";
   message += known ? "none takes this call" : "there is none named '";
   if (!known) message += std::string(call.implementation) + "'";
-  for (const Candidate& candidate : result) {
-    message += "; '" + candidate.name + "' ";
-    message += candidate.declined.empty() ? "would take it" : "declines: " + candidate.declined;
+  for (const Candidate& each : result) {
+    message += "; '" + each.name + "' ";
+    message += each.declined.empty() ? "would take it" : "declines: " + each.declined;
   }
   throw Error(message);
 }
@@ -66,7 +67,9 @@ template <typename Call>
 void run_chosen(Implementations<Call> list, const Context& context, const Call& call) {
   for (const Implementation<Call>& entry : list) {
     const bool wanted = call.implementation.empty() || call.implementation == entry.name;
-    if (wanted && reason(entry, context, call).empty()) return entry.run(context, call);
+    if (wanted && candidate(entry, context, call).declined.empty()) {
+      return entry.run(context, call);
+    }
   }
   candidates(list, context, call);  // throws, with every reason
 }

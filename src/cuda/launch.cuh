@@ -19,6 +19,8 @@ struct Launch {
   /// Its blocks may start while the kernel before is at its end (Hopper and newer). Then it calls
   /// wait_for_previous_kernel() before it touches what that kernel wrote.
   bool overlaps_previous = false;
+  /// Blocks that share their memory (Hopper and newer); `blocks` is a multiple of it.
+  int cluster = 1;
 };
 
 template <typename... Parameters, typename... Arguments>
@@ -32,16 +34,23 @@ void launch_kernel(const Launch& launch, const char* what, void (*kernel)(Parame
                                     limits.block_shared_memory),
                what);
   }
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (launch.overlaps_previous && limits.capability >= 90) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
   config.blockDim = dim3(launch.threads);
   config.dynamicSmemBytes = launch.shared_bytes;
   config.stream = static_cast<cudaStream_t>(launch.context.stream);
-  config.attrs = &overlap;
-  config.numAttrs = launch.overlaps_previous && limits.capability >= 90 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), what);
 }
 
@@ -56,6 +65,15 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
 #endif
+}
+
+__device__ __forceinline__ void sleep_for(int nanoseconds) {
+  long long now, end;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  for (end = now + nanoseconds; now < end;) {
+    asm volatile("nanosleep.u32 500;");
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  }
 }
 
 /// Brings the line of an address into L2.

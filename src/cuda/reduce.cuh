@@ -2,8 +2,6 @@
 
 // The reductions that all kernels share. They add in a fixed order.
 
-#include "cuda/mailbox.cuh"
-
 namespace fusewise::cuda {
 
 /// Sum over groups of `width` neighbouring lanes (a power of two, at most 32); every lane has it.
@@ -13,6 +11,44 @@ __device__ __forceinline__ A warp_sum(A value, int width = 32) {
     value += __shfl_xor_sync(0xffffffffu, value, offset);
   }
   return value;
+}
+
+/// finish(k, sum over i < lanes of part(k, i), i) for k < width, by the whole block: `lanes`, a
+/// power of two, neighbouring lanes share a k, and each of them has the sum.
+template <typename Part, typename Finish>
+__device__ __forceinline__ void sum_by_lanes(int width, int lanes, Part part, Finish finish) {
+  const int shift = __ffs(lanes) - 1;
+#pragma unroll 1
+  for (int t = threadIdx.x; (t & ~31) >> shift < width; t += blockDim.x) {
+    const int k = t >> shift, i = t & (lanes - 1);
+    float sum = k < width ? part(k, i) : 0.f;
+#pragma unroll 1
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    }
+    if (k < width) finish(k, sum, i);
+  }
+}
+
+/// The same for rows in shared memory: the sum over `count` rows of rows[row * stride + k].
+template <typename Finish>
+__device__ __forceinline__ void sum_rows_by_lanes(const float* rows, int count, int stride,
+                                                  int width, int lanes, Finish finish) {
+  sum_by_lanes(
+      width, lanes,
+      [&](int k, int i) {
+        const float* at = rows + i * stride + k;
+        float sum = 0;
+        int left = count - i;
+#pragma unroll 1
+        for (; left > 3 * lanes; left -= 4 * lanes, at += 4 * lanes * stride) {
+          sum += (at[0] + at[lanes * stride]) + (at[2 * lanes * stride] + at[3 * lanes * stride]);
+        }
+#pragma unroll 1
+        for (; left > 0; left -= lanes, at += lanes * stride) sum += *at;
+        return sum;
+      },
+      finish);
 }
 
 /// finish(k, sum over parts of part(i, k)) for k < width, by the whole block: as many threads as
@@ -45,33 +81,6 @@ __device__ __forceinline__ void block_sum_rows(const A* rows, int count, int wid
         A sum = 0;
 #pragma unroll 4
         for (int row = i; row < count; row += parts) sum += rows[row * width + k];
-        return sum;
-      },
-      finish);
-}
-
-/// The same for rows of mail, which it waits for.
-template <typename Finish>
-__device__ __forceinline__ void block_sum_mail(const Mail* rows, int count, int width,
-                                               float* scratch, Finish finish) {
-  block_sum(
-      count, width, scratch,
-      [&](int i, int parts, int k) {
-        constexpr int kAtOnce = 4;
-        float sum = 0;
-        for (int row = i; row < count; row += kAtOnce * parts) {
-          Mail words[kAtOnce];
-#pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) {
-            if (row + j * parts < count) words[j] = peek_mail(rows + (row + j * parts) * width + k);
-          }
-#pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) {
-            if (row + j * parts < count) {
-              sum += read_mail(rows + (row + j * parts) * width + k, words[j]);
-            }
-          }
-        }
         return sum;
       },
       finish);

@@ -68,6 +68,16 @@ __device__ __forceinline__ Vector<T> load_vector(const T* address) {
   return reinterpret_cast<const Vector<T>&>(bits);
 }
 
+/// For what this kernel does not read again: leaves no trace in L1.
+template <typename T>
+__device__ __forceinline__ Vector<T> load_once(const T* address) {
+  uint4 bits;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "l"(address));
+  return reinterpret_cast<const Vector<T>&>(bits);
+}
+
 template <typename T>
 __device__ __forceinline__ void store_vector(T* address, const Vector<T>& vector) {
   *reinterpret_cast<uint4*>(address) = reinterpret_cast<const uint4&>(vector);

@@ -117,6 +117,7 @@ TEST(Implementations, TheListSaysWhy) {
   EXPECT_EQ(list[0].name, "even");
   EXPECT_EQ(list[0].declined, "the number is odd");
   EXPECT_FALSE(list[0].chosen);
+  EXPECT_FALSE(list[0].able);
   EXPECT_EQ(list[1].declined, "");
   EXPECT_TRUE(list[1].chosen);
   const Candidates forced = candidates<Choice>(kChoices, Context{}, {4, "positive"});
@@ -127,8 +128,9 @@ TEST(Implementations, TheListSaysWhy) {
 TEST(Implementations, WhoYieldsCanStillBeForced) {
   EXPECT_EQ(run({100}), 1);
   EXPECT_EQ(run({100, "even"}), 2);
-  EXPECT_EQ(candidates<Choice>(kChoices, Context{}, {100})[0].declined,
-            "a hundred is better positive");
+  const Candidates list = candidates<Choice>(kChoices, Context{}, {100});
+  EXPECT_EQ(list[0].declined, "a hundred is better positive");
+  EXPECT_TRUE(list[0].able);
 }
 
 TEST(Implementations, NothingIsChosenSilently) {

@@ -100,10 +100,9 @@ class Case:
             explanation = fusewise.explain(squeeze_excite, x, *self.arguments[1:])
         operators = ("squeeze_excite", "squeeze_excite_backward")
         return [
-            {operator: candidate.name}
+            {operator: name}
             for operator, record in zip(operators, explanation, strict=False)
-            for candidate in record.candidates
-            if not candidate.reason
+            for name in record.able
         ]
 
     def check_every_implementation(self):

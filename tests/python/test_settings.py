@@ -151,9 +151,9 @@ def test_explain_says_why_others_decline():
         "forward",
         "[1]",
         (
-            fusewise._explain.Candidate("fast", False, "x is not aligned"),
-            fusewise._explain.Candidate("general", True, ""),
-            fusewise._explain.Candidate("slow", False, ""),
+            fusewise._explain.Candidate("fast", False, "x is not aligned", False),
+            fusewise._explain.Candidate("general", True, "", True),
+            fusewise._explain.Candidate("slow", False, "", True),
         ),
     )
     assert str(record).splitlines() == [

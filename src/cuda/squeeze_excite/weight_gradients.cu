@@ -13,8 +13,9 @@ namespace {
 constexpr int kChannels = 64;  // of a block
 constexpr int kStrands = 4;    // threads that share a channel, each with every fourth sample
 constexpr int kHidden = 8;     // hidden units of a thread
-constexpr int kSamples = 64;   // samples whose hidden vectors are staged at a time
 constexpr int kThreads = kChannels * kStrands;
+constexpr int kSamples = kThreads / kHidden;  // of a stage: a thread fetches one hidden unit of one
+constexpr int kMine = kSamples / kStrands;    // of them are a thread's
 
 template <typename A>
 struct Vectors {
@@ -27,73 +28,86 @@ template <typename W, typename A>
 __global__ void __launch_bounds__(kThreads)
     weight_gradients(Vectors<A> v, W* dw1, W* db1, W* dw2, W* db2) {
   __shared__ A dz1[kSamples][kHidden], h[kSamples][kHidden];
-  __shared__ A others[kStrands - 1][2 * kHidden + 1][kChannels];
+  __shared__ A parts[kStrands][2 * kHidden + 1][kChannels], bias_parts[kThreads / 32][kHidden];
   // Channels fastest, so that the grid has one dimension and no limit of 65535.
   const long long tiles = (v.c + kChannels - 1) / kChannels;
   const long long row = blockIdx.x / tiles, column = blockIdx.x - row * tiles;
   const int lane = threadIdx.x % kChannels, strand = threadIdx.x / kChannels;
   const long long c = column * kChannels + lane, first = row * kHidden;
-  const int hidden = static_cast<int>(min(static_cast<long long>(kHidden), v.r - first));
-  wait_for_previous_kernel();
+  const int fetched_sample = threadIdx.x / kHidden, fetched_unit = threadIdx.x % kHidden;
 
   // dW1, dW2 and db2, in this order. Summed up by stages first, which keeps rounding errors small
   // in large batches.
   A sums[2 * kHidden + 1] = {}, bias1 = 0;
   for (long long begin = 0; begin < v.n; begin += kSamples) {
     const int samples = static_cast<int>(min(static_cast<long long>(kSamples), v.n - begin));
-    __syncthreads();
-    for (int i = threadIdx.x; i < samples * kHidden; i += kThreads) {
-      const int s = i / kHidden, k = i % kHidden;
-      const long long at = (begin + s) * v.r + first + k;
-      dz1[s][k] = k < hidden ? v.dz1[at] : A(0);
-      h[s][k] = k < hidden ? math::activate(v.activation, v.hidden[at]) : A(0);
-    }
-    __syncthreads();
-    if (c < v.c) {
-      A stage[2 * kHidden + 1] = {};
-#pragma unroll 8
-      for (int s = strand; s < samples; s += kStrands) {
-        const long long at = (begin + s) * v.c + c;
-        const A p = v.pooled[at], dz2 = v.dz2[at];
+    const bool fetches = fetched_sample < samples && first + fetched_unit < v.r;
+    const long long hidden_at = (begin + fetched_sample) * v.r + first + fetched_unit;
+    // What forward saved is there before the kernel before this one is done.
+    A pooled[kMine], dz2[kMine];
 #pragma unroll
-        for (int k = 0; k < kHidden; ++k) {
-          stage[k] += dz1[s][k] * p;
-          stage[kHidden + k] += dz2 * h[s][k];
-        }
-        stage[2 * kHidden] += dz2;
+    for (int j = 0; j < kMine; ++j) {
+      const int s = strand + j * kStrands;
+      pooled[j] = c < v.c && s < samples ? v.pooled[(begin + s) * v.c + c] : A(0);
+    }
+    const A z1 = fetches ? v.hidden[hidden_at] : A(0);
+    if (begin == 0) wait_for_previous_kernel();
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      const int s = strand + j * kStrands;
+      dz2[j] = c < v.c && s < samples ? v.dz2[(begin + s) * v.c + c] : A(0);
+    }
+    const A fetched = fetches ? v.dz1[hidden_at] : A(0);
+    bias1 += fetched;
+    __syncthreads();
+    dz1[fetched_sample][fetched_unit] = fetched;
+    h[fetched_sample][fetched_unit] = fetches ? math::activate(v.activation, z1) : A(0);
+    __syncthreads();
+    A stage[2 * kHidden + 1] = {};
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      const int s = strand + j * kStrands;
+#pragma unroll
+      for (int k = 0; k < kHidden; ++k) {
+        stage[k] += dz1[s][k] * pooled[j];
+        stage[kHidden + k] += dz2[j] * h[s][k];
       }
+      stage[2 * kHidden] += dz2[j];
+    }
 #pragma unroll
-      for (int k = 0; k < 2 * kHidden + 1; ++k) sums[k] += stage[k];
-    }
-    if (column == 0 && threadIdx.x < kHidden) {
-      A stage = 0;
-      for (int s = 0; s < samples; ++s) stage += dz1[s][threadIdx.x];
-      bias1 += stage;
-    }
+    for (int k = 0; k < 2 * kHidden + 1; ++k) sums[k] += stage[k];
   }
+  if (v.n == 0) wait_for_previous_kernel();
+  allow_next_kernel();
 
-  if (strand > 0) {
 #pragma unroll
-    for (int k = 0; k < 2 * kHidden + 1; ++k) others[strand - 1][k][lane] = sums[k];
+  for (int k = 0; k < 2 * kHidden + 1; ++k) parts[strand][k][lane] = sums[k];
+#pragma unroll
+  for (int offset = kHidden; offset < 32; offset *= 2) {
+    bias1 += __shfl_xor_sync(0xffffffffu, bias1, offset);
   }
+  if (threadIdx.x % 32 < kHidden) bias_parts[threadIdx.x / 32][threadIdx.x % 32] = bias1;
   __syncthreads();
-  if (db1 && column == 0 && static_cast<int>(threadIdx.x) < hidden) {
-    db1[first + threadIdx.x] = from_accumulator<W>(bias1);
+  if (db1 && column == 0 && threadIdx.x < kHidden && first + threadIdx.x < v.r) {
+    A sum = 0;
+    for (int warp = 0; warp < kThreads / 32; ++warp) sum += bias_parts[warp][threadIdx.x];
+    db1[first + threadIdx.x] = from_accumulator<W>(sum);
   }
-  if (strand > 0 || c >= v.c) return;
+  if (c >= v.c) return;
+  const auto total = [&](int k) {
+    A sum = 0;
 #pragma unroll
-  for (int k = 0; k < 2 * kHidden + 1; ++k) {
+    for (int other = 0; other < kStrands; ++other) sum += parts[other][k][lane];
+    return from_accumulator<W>(sum);
+  };
+  if (db2 && row == 0 && strand == 0) db2[c] = total(2 * kHidden);
+  // Each strand writes some of the hidden units.
 #pragma unroll
-    for (int other = 0; other < kStrands - 1; ++other) sums[k] += others[other][k][lane];
-  }
-  if (db2 && row == 0) db2[c] = from_accumulator<W>(sums[2 * kHidden]);
-#pragma unroll
-  for (int k = 0; k < kHidden; ++k) {
-    if (k >= hidden) break;
-    if (dw1) dw1[(first + k) * v.c + c] = from_accumulator<W>(sums[k]);
-    if (dw2) {
-      dw2[c * v.r + first + k] = from_accumulator<W>(sums[kHidden + k]);
-    }
+  for (int j = 0; j < kHidden / kStrands; ++j) {
+    const int k = strand * (kHidden / kStrands) + j;
+    if (first + k >= v.r) break;
+    if (dw1) dw1[(first + k) * v.c + c] = total(k);
+    if (dw2) dw2[c * v.r + first + k] = total(kHidden + k);
   }
 }
 

@@ -9,7 +9,7 @@
 #include <stdexcept>
 
 #include "cuda/device.h"
-#include "cuda/squeeze_excite/ring.cuh"
+#include "cuda/squeeze_excite/cluster.cuh"
 #include "cuda/squeeze_excite/two_pass.cuh"
 #include "reference.h"
 
@@ -185,12 +185,13 @@ void expect_backward(SqueezeExcite call, const BackwardReference& expected,
   expect_close(call.db2, expected.db2, "db2");
 }
 
-/// Those that ran, as "forward ring". `general` always has to.
+/// Those that ran, as "forward cluster". `general` always has to.
 using Names = std::set<std::string>;
+constexpr const char* kNames[] = {"cluster", "two_pass", "general"};
 
 Names expect_forwards(SqueezeExcite& call, const ForwardReference& expected) {
   Names ran;
-  for (const char* name : {"ring", "two_pass", "general"}) {
+  for (const char* name : kNames) {
     SCOPED_TRACE(std::string("forward ") + name);
     if (!takes(name, OnGpu(call, {}).forward())) continue;
     expect_forward(call, expected, forced(name));
@@ -204,7 +205,7 @@ Names expect_backwards(SqueezeExcite& call, const ForwardReference& saved) {
   save(call, saved);
   const BackwardReference expected = backward_reference(call);
   Names ran;
-  for (const char* name : {"two_pass", "general"}) {
+  for (const char* name : kNames) {
     SCOPED_TRACE(std::string("backward ") + name);
     if (!takes(name, OnGpu(call, {}).backward())) continue;
     expect_backward(call, expected, forced(name));
@@ -222,12 +223,12 @@ Names expect_both(SqueezeExcite call) {
   return ran;
 }
 
-bool has_ring() { return cuda::limits_of(kGpu).capability >= 90; }
+bool has_clusters() { return cuda::limits_of(kGpu).capability >= 90; }
 
 /// What takes dense, aligned float32 or half images of a size that suits the GPU.
 Names all_names() {
   Names all{"forward two_pass", "forward general", "backward two_pass", "backward general"};
-  if (has_ring()) all.insert("forward ring");
+  if (has_clusters()) all.merge(Names{"forward cluster", "backward cluster"});
   return all;
 }
 
@@ -265,59 +266,67 @@ Names expect_case(Sizes sizes, Types types, Layout layout) {
 
 // Short tests. -----------------------------------------------------------------------------------
 
-/// The ring kernel with plans of every kind: on `multiprocessors`, with room for `stages` tiles.
-void expect_ring(cuda::Split split, Sizes sizes, Types types, int slices, int multiprocessors,
-                 int stages) {
-  const bool planar = split == cuda::Split::planar_by_channel;
-  const Layout layout = planar ? Layout::nchw : Layout::channels_last;
-  SCOPED_TRACE(case_name(sizes, types, layout, layout) + ", slices " + std::to_string(slices) +
-               ", stages " + std::to_string(stages));
+/// The cluster kernels with a cut, and room for so many clusters at once.
+void expect_cluster(Sizes sizes, Types types, Layout layout, cuda::ClusterCut cut, int clusters) {
+  SCOPED_TRACE(case_name(sizes, types, layout, layout) + ", slices " +
+               std::to_string(cut.channel_slices) + " x " + std::to_string(cut.pixel_slices) +
+               ", threads " + std::to_string(cut.threads) + ", clusters " +
+               std::to_string(clusters));
   SqueezeExcite call = make_squeeze_excite(sizes, types.data, types.weights, layout, layout);
-  const cuda::RingProblem problem{.n = sizes.n,
-                                  .c = sizes.c,
-                                  .hw = sizes.h * sizes.w,
-                                  .r = sizes.r,
-                                  .element_bytes = static_cast<int>(size_of(types.data)),
-                                  .weight_bytes = static_cast<int>(size_of(types.weights)),
-                                  .planar = planar};
-  const auto plan_in = [&](int shared_memory) {
-    return cuda::ring_plan_with(problem, split, slices, multiprocessors, shared_memory);
-  };
-  auto plan = plan_in(cuda::limits_of(kGpu).block_shared_memory);
-  ASSERT_TRUE(plan);
-  ASSERT_GE(plan->stages, stages);
-  plan = plan_in(plan->shared_bytes - (plan->stages - stages) * plan->tile_bytes);
-  ASSERT_TRUE(plan);
-  ASSERT_EQ(plan->stages, stages);
-  ASSERT_EQ(cuda::ring_declines(on_gpu(), OnGpu(call, {}).forward()), "");
-  expect_forward(call, forward_reference(call),
-                 [&](const Context& context, const SqueezeExciteForward& arguments) {
-                   cuda::ring_run(context, arguments, *plan);
-                 });
-}
-
-void expect_ring_everywhere(cuda::Split split, Sizes sizes) {
-  for (const Types types : kShortTypes) {
-    for (const int stages : {1, 2, 3}) expect_ring(split, sizes, types, 2, 4, stages);
+  cuda::ClusterLimits limits = cuda::cluster_limits(kGpu);
+  for (auto& most : limits.clusters) {
+    for (int& count : most) count = std::min(count, clusters);
   }
-  expect_ring(split, sizes, {DType::f16, DType::f16}, 1, 1, 4);
-  expect_ring(split, sizes, {DType::f16, DType::f16}, 3, 3, 4);
-  expect_ring(split, sizes, {DType::f32, DType::f32}, 3, 16, 2);
+  const auto plan_for = [&](bool backward) {
+    return cuda::cluster_plan_with({.n = sizes.n,
+                                    .c = sizes.c,
+                                    .hw = sizes.h * sizes.w,
+                                    .r = sizes.r,
+                                    .element_bytes = static_cast<int>(size_of(types.data)),
+                                    .weight_bytes = static_cast<int>(size_of(types.weights)),
+                                    .planar = layout == Layout::nchw,
+                                    .backward = backward},
+                                   cut, limits);
+  };
+  const auto forward = plan_for(false), backward = plan_for(true);
+  ASSERT_TRUE(forward && backward);
+  ASSERT_EQ(cuda::cluster_declines(on_gpu(), OnGpu(call, {}).forward()), "");
+  ASSERT_EQ(cuda::cluster_declines(on_gpu(), OnGpu(call, {}).backward()), "");
+  const ForwardReference expected = forward_reference(call);
+  expect_forward(call, expected,
+                 [&](const Context& context, const SqueezeExciteForward& arguments) {
+                   cuda::cluster_run(context, arguments, *forward);
+                 });
+  save(call, expected);
+  expect_backward(call, backward_reference(call),
+                  [&](const Context& context, const SqueezeExciteBackward& arguments) {
+                    cuda::cluster_run(context, arguments, *backward);
+                  });
 }
 
-TEST_F(CudaSqueezeExcite, ShortRingByChannel) {
-  if (!has_ring()) GTEST_SKIP() << "the ring kernel needs compute capability 9.0";
-  expect_ring_everywhere(cuda::Split::channels_last_by_channel, {7, 40, 6, 5, 7});
-}
-
-TEST_F(CudaSqueezeExcite, ShortRingByPixel) {
-  if (!has_ring()) GTEST_SKIP() << "the ring kernel needs compute capability 9.0";
-  expect_ring_everywhere(cuda::Split::channels_last_by_pixel, {7, 24, 5, 9, 11});
-}
-
-TEST_F(CudaSqueezeExcite, ShortRingPlanar) {
-  if (!has_ring()) GTEST_SKIP() << "the ring kernel needs compute capability 9.0";
-  expect_ring_everywhere(cuda::Split::planar_by_channel, {7, 24, 4, 5, 7});
+TEST_F(CudaSqueezeExcite, ShortClusters) {
+  if (!has_clusters()) GTEST_SKIP() << "clusters of blocks need compute capability 9.0";
+  for (const Types types : kShortTypes) {
+    // Seven samples, three at a time: late starts, and all turns of the barriers. Slices of
+    // different sizes, an odd and an even number of hidden units, one block and fifteen.
+    const Sizes last{7, 40, 6, 5, 7}, odd{7, 72, 5, 9, 11};
+    expect_cluster(last, types, Layout::channels_last, {1, 1, 256}, 3);
+    expect_cluster(last, types, Layout::channels_last, {3, 1, 256}, 3);
+    expect_cluster(last, types, Layout::channels_last, {1, 5, 512}, 2);
+    expect_cluster(odd, types, Layout::channels_last, {3, 3, 512}, 3);
+    expect_cluster(odd, types, Layout::channels_last, {1, 15, 256}, 1);
+    expect_cluster(odd, types, Layout::channels_last, {5, 2, 256}, 7);
+    const Sizes planes{7, 24, 4, 8, 9};
+    expect_cluster(planes, types, Layout::nchw, {1, 1, 512}, 3);
+    expect_cluster(planes, types, Layout::nchw, {3, 1, 256}, 3);
+    expect_cluster(planes, types, Layout::nchw, {3, 3, 256}, 2);
+  }
+  // More vectors than registers hold, so shared memory has the rest; many hidden units.
+  const Types half{DType::f16, DType::f16}, single{DType::f32, DType::f32};
+  expect_cluster({3, 64, 100, 60, 50}, half, Layout::channels_last, {2, 1, 512}, 2);
+  expect_cluster({3, 64, 7, 60, 50}, single, Layout::channels_last, {1, 4, 512}, 2);
+  expect_cluster({3, 16, 3, 60, 60}, half, Layout::nchw, {2, 1, 256}, 2);
+  expect_cluster({3, 16, 4, 60, 60}, single, Layout::nchw, {2, 1, 256}, 2);
 }
 
 /// The two passes, with a plan of every kind.
@@ -409,7 +418,7 @@ TEST_F(CudaSqueezeExcite, ShortWithoutWhatMayBeAbsent) {
 TEST_F(CudaSqueezeExcite, ShortForwardAndBackwardByName) {
   for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
     for (const Types types : kShortTypes) {
-      EXPECT_EQ(expect_case({3, 16, 4, 4, 5}, types, layout), all_names());
+      EXPECT_EQ(expect_case({3, 16, 4, 4, 6}, types, layout), all_names());
     }
   }
 }
@@ -459,8 +468,9 @@ TEST_F(CudaSqueezeExcite, EfficientNetB4) {
   for (const Block& block : kEfficientNetB4) {
     const Names ran = expect_case({2, block.c, block.r, block.side, block.side},
                                   {DType::f16, DType::f16}, Layout::channels_last);
-    if (has_ring() && large) {
-      EXPECT_TRUE(ran.contains("forward ring"));
+    if (has_clusters() && large) {
+      EXPECT_TRUE(ran.contains("forward cluster"));
+      EXPECT_TRUE(ran.contains("backward cluster"));
     }
   }
 }
@@ -496,7 +506,7 @@ TEST_F(CudaSqueezeExcite, ManyChannels) {
 TEST_F(CudaSqueezeExcite, ManySamples) {
   for (const Types types : kShortTypes) {
     for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
-      EXPECT_EQ(expect_case({300, 64, 4, 5, 5}, types, layout), all_names());
+      EXPECT_EQ(expect_case({300, 64, 4, 4, 6}, types, layout), all_names());
     }
   }
 }
@@ -641,7 +651,7 @@ TEST_F(CudaSqueezeExcite, TheSameBitsAgain) {
       const Types types{DType::f16, DType::f16};
       SCOPED_TRACE(case_name(sizes, types, layout, layout));
       SqueezeExcite call = make(sizes, types.data, layout);
-      for (const char* name : {"ring", "two_pass", "general"}) {
+      for (const char* name : kNames) {
         if (!takes(name, OnGpu(call, {}).forward())) continue;
         const auto once = forward_bytes(call, name);
         for (int i = 0; i < 3; ++i) EXPECT_TRUE(forward_bytes(call, name) == once) << name;
@@ -650,7 +660,7 @@ TEST_F(CudaSqueezeExcite, TheSameBitsAgain) {
       call.pooled.fill(8);
       call.hidden.fill(9);
       call.gates.fill(10, 0.3);
-      for (const char* name : {"two_pass", "general"}) {
+      for (const char* name : kNames) {
         if (!takes(name, OnGpu(call, {}).backward())) continue;
         const auto once = backward_bytes(call, name);
         for (int i = 0; i < 3; ++i) EXPECT_TRUE(backward_bytes(call, name) == once) << name;
@@ -675,9 +685,8 @@ TEST_F(CudaSqueezeExcite, TwoStreamsAtOnce) {
   for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
     SqueezeExcite calls[] = {make({40, 96, 8, 16, 15}, DType::f16, layout),
                              make({17, 192, 12, 24, 23}, DType::f16, layout)};
-    for (const char* name : {"ring", "two_pass", "general"}) {
+    for (const char* name : kNames) {
       SCOPED_TRACE(name);
-      const bool backward = std::string_view(name) != "ring";
       if (!takes(name, OnGpu(calls[0], {}).forward())) continue;
       if (!takes(name, OnGpu(calls[1], {}).forward())) continue;
       std::vector<std::uint8_t> expected[2][2];
@@ -685,7 +694,7 @@ TEST_F(CudaSqueezeExcite, TwoStreamsAtOnce) {
         calls[i].pooled.fill(8 + i);
         calls[i].hidden.fill(9 + i);
         calls[i].gates.fill(10 + i, 0.3);
-        if (backward) expected[i][1] = backward_bytes(calls[i], name);
+        expected[i][1] = backward_bytes(calls[i], name);
         expected[i][0] = forward_bytes(calls[i], name);
       }
       // Forward writes what backward reads, so each has tensors of its own.
@@ -697,13 +706,12 @@ TEST_F(CudaSqueezeExcite, TwoStreamsAtOnce) {
         for (const int i : {0, 1}) {
           const Context context = on_gpu(streams[i].get());
           forced(name)(context, forward_on[i].forward());
-          if (backward) forced(name)(context, gradients_on[i].backward());
+          forced(name)(context, gradients_on[i].backward());
         }
       }
       for (const int i : {0, 1}) {
         forward_on[i].fetch(kForwardOutputs);
         EXPECT_TRUE(bytes_of(forward[i], kForwardOutputs) == expected[i][0]) << i;
-        if (!backward) continue;
         gradients_on[i].fetch(kBackwardOutputs);
         EXPECT_TRUE(bytes_of(gradients[i], kBackwardOutputs) == expected[i][1]) << i;
       }
@@ -805,8 +813,8 @@ TEST_F(CudaSqueezeExcite, BadArgumentsOfBackwardAreNamed) {
   call.dy = {};
   expect_error(call, "dy: is missing");
   call = good;
-  call.implementation = "ring";
-  expect_error(call, "implementation: there is none named 'ring'");
+  call.implementation = "avx2";
+  expect_error(call, "implementation: there is none named 'avx2'");
   gpu.fetch({});  // no output was touched
 }
 
@@ -818,7 +826,7 @@ TEST_F(CudaSqueezeExcite, WhoIsForcedAndDeclinesSaysWhy) {
   expect_error(call, "implementation: none takes this call");
   const Candidates list = explain(on_gpu(), gpu.forward());
   ASSERT_EQ(list.size(), 3u);
-  EXPECT_EQ(list[0].name, "ring");
+  EXPECT_EQ(list[0].name, "cluster");
   EXPECT_NE(list[0].declined, "");
   EXPECT_EQ(list[1].name, "two_pass");
   EXPECT_NE(list[1].declined, "");

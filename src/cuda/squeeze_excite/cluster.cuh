@@ -1,0 +1,25 @@
+#pragma once
+
+#include <string>
+
+#include "cuda/squeeze_excite/cluster_plan.h"
+#include "fusewise/squeeze_excite.h"
+
+namespace fusewise::cuda {
+
+std::string cluster_declines(const Context& context, const SqueezeExciteForward& call);
+std::string cluster_declines(const Context& context, const SqueezeExciteBackward& call);
+std::string cluster_yields(const Context& context, const SqueezeExciteForward& call);
+std::string cluster_yields(const Context& context, const SqueezeExciteBackward& call);
+void cluster_run(const Context& context, const SqueezeExciteForward& call);
+void cluster_run(const Context& context, const SqueezeExciteBackward& call);
+
+/// What the GPU offers, asked once.
+const ClusterLimits& cluster_limits(Device device);
+
+/// With a plan of one's own, for experiments.
+void cluster_run(const Context& context, const SqueezeExciteForward& call, const ClusterPlan& plan);
+void cluster_run(const Context& context, const SqueezeExciteBackward& call,
+                 const ClusterPlan& plan);
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,161 @@
+#include "cuda/squeeze_excite/cluster_plan.h"
+
+#include <algorithm>
+
+namespace fusewise::cuda {
+namespace {
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t align_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) * b; }
+
+/// A power of two, as large as the threads allow.
+int lanes_for(std::int64_t width, int threads) {
+  int lanes = 1;
+  while (lanes < 8 && 2 * lanes * width <= threads) lanes *= 2;
+  return lanes;
+}
+
+}  // namespace
+
+std::optional<ClusterPlan> cluster_plan_with(const ClusterProblem& problem, ClusterCut cut,
+                                             const ClusterLimits& limits) {
+  const bool alone = cut.threads == kClusterMostThreads;
+  const int shared_memory = limits.shared_memory[alone ? 0 : 1];
+  const std::int64_t vector = 16 / problem.element_bytes;
+  // Slices, and their weights, start and end on 16 bytes.
+  const std::int64_t weight_vector = 16 / problem.weight_bytes;
+  const std::int64_t channel_unit =
+      problem.planar ? weight_vector : std::max(vector, weight_vector);
+  const std::int64_t pixel_unit = problem.planar ? vector : 1;
+  const std::int64_t channels =
+      divide_up(divide_up(problem.c, channel_unit), cut.channel_slices) * channel_unit;
+  const std::int64_t pixels =
+      divide_up(divide_up(problem.hw, pixel_unit), cut.pixel_slices) * pixel_unit;
+  if (divide_up(problem.c, channels) != cut.channel_slices) return std::nullopt;
+  if (divide_up(problem.hw, pixels) != cut.pixel_slices) return std::nullopt;
+
+  ClusterPlan plan{};
+  plan.cut = cut;
+  plan.channels = static_cast<int>(channels);
+  plan.pixels = static_cast<int>(pixels);
+  if (channels / std::min(vector, weight_vector) > cut.threads || problem.r > cut.threads) {
+    return std::nullopt;
+  }
+  plan.channel_lanes = lanes_for(channels, cut.threads);
+  plan.hidden_lanes = lanes_for(problem.r, cut.threads);
+  // Lanes that share a sum read neighbouring rows: their banks should differ.
+  const std::int64_t apart = 32 / plan.channel_lanes;
+  plan.row_stride = static_cast<int>(
+      plan.channel_lanes == 1 ? channels : align_up(channels + 32 - apart, 32) - 32 + apart);
+  std::int64_t most, rows;  // vectors of a thread; partial sums of a channel
+  if (problem.planar) {
+    if (problem.hw % vector != 0 || channels * 4 > cut.threads) return std::nullopt;
+    plan.strands = 4;
+    while (plan.strands * 2 * channels <= cut.threads) plan.strands *= 2;
+    most = divide_up(pixels / vector, plan.strands);
+    rows = divide_up(plan.strands, 32);
+  } else {
+    plan.strands = static_cast<int>(cut.threads / (channels / vector));
+    most = divide_up(pixels, plan.strands);
+    rows = plan.strands;
+  }
+  // Backward's products have their partial sums there too.
+  if (problem.backward) {
+    rows = std::max(rows, std::min(cut.threads / (channels / weight_vector), problem.r));
+  }
+  plan.rows_of_channels = static_cast<int>(rows);
+  plan.row_floats = static_cast<int>(align_up(
+      std::max<std::int64_t>(rows * plan.row_stride, problem.backward ? 2 * cut.threads : 0), 4));
+  plan.shared_vectors =
+      static_cast<int>(std::max<std::int64_t>(most - cluster_registers(problem.backward), 0));
+
+  const std::int64_t held = std::int64_t{16} * plan.shared_vectors * cut.threads;
+  const std::int64_t boxes =
+      2 * (cut.pixel_slices > 1 ? cut.pixel_slices * channels : 0) +
+      2 * (cut.channel_slices > 1 ? align_up(cut.channel_slices * problem.r, 2) : 0);
+  const std::int64_t floats =
+      kClusterBarrierFloats + plan.row_floats + boxes + 4 * channels + 3 * align_up(problem.r, 4);
+  // Lanes that share a sum read neighbouring vectors, the next lanes another row: a stride that
+  // keeps the banks of eight lanes apart.
+  std::int64_t stride = channels / weight_vector;
+  if (plan.hidden_lanes < 8) {
+    while (stride % (2 * plan.hidden_lanes) != plan.hidden_lanes) ++stride;
+  }
+  plan.w1_stride = static_cast<int>(stride * weight_vector);
+  const std::int64_t bytes =
+      held + 4 * floats + problem.r * (plan.w1_stride + channels) * problem.weight_bytes;
+  if (bytes > shared_memory) return std::nullopt;
+  plan.shared_bytes = static_cast<int>(bytes);
+
+  plan.clusters = static_cast<int>(
+      std::min<std::int64_t>(problem.n, limits.clusters[alone ? 0 : 1][cut.blocks()]));
+  if (plan.clusters == 0) return std::nullopt;
+  plan.late_from = plan.clusters;
+  const std::int64_t steps = divide_up(problem.n, plan.clusters);
+  if (steps > 1) {
+    // Half of the clusters start late: then some move data while others compute. A share of what a
+    // step takes, as measured on an H200.
+    plan.late_from = (plan.clusters + 1) / 2;
+    const double share = problem.backward && steps > 3 ? 0.5 : 0.25;
+    const double passes = problem.backward ? 3 : 2;
+    const double bytes = passes * plan.clusters * problem.c * problem.hw * problem.element_bytes;
+    plan.late_nanoseconds = static_cast<int>(share * (bytes / 4000 + 5000));
+  }
+  return plan;
+}
+
+double expected_time(const ClusterProblem& problem, const ClusterPlan& plan) {
+  const ClusterCut& cut = plan.cut;
+  const double blocks_together = kClusterMostThreads / cut.threads;
+  const double passes = problem.backward ? 3 : 2;
+  // As if every slice were as large as the first.
+  const double sample = passes * cut.channel_slices * plan.channels * cut.pixel_slices *
+                        plan.pixels * problem.element_bytes;
+  const auto move = [&](double clusters) {
+    // Few multiprocessors cannot keep the memory busy.
+    const double multiprocessors = clusters * cut.blocks() / blocks_together;
+    return clusters * sample / std::min(4e6, 38e3 * multiprocessors);
+  };
+  const std::int64_t full = problem.n / plan.clusters, rest = problem.n % plan.clusters;
+  const double steps = static_cast<double>(full + (rest > 0 ? 1 : 0));
+  const double moving = full * move(plan.clusters) + (rest > 0 ? move(rest) : 0);
+  // Short rows waste bursts, and clusters that all end a step together leave the memory idle.
+  const double row = problem.planar ? 256 : std::min(256, plan.channels * problem.element_bytes);
+  const double short_rows = 1 - row / 256;
+  const double in_step = rest == 0 && full > 1 ? 1 : 0;
+  const double product = 1.0 * problem.r * plan.channels / cut.threads;
+  const double weights =
+      2.0 * problem.r * plan.channels * problem.weight_bytes * plan.clusters * cut.blocks() / 4e6;
+  if (problem.backward) {
+    return moving * (0.94 + 0.05 * in_step + 0.05 * short_rows) + steps * (4.9 + 0.058 * product) +
+           0.74 * weights + 3.9;
+  }
+  return moving * (0.75 + 0.2 * in_step + 0.05 * short_rows) +
+         steps * (3.7 + 0.02 * product + (cut.pixel_slices > 1 ? 0.33 : 0)) + 1.6 * weights;
+}
+
+std::optional<ClusterPlan> cluster_plan(const ClusterProblem& problem,
+                                        const ClusterLimits& limits) {
+  std::optional<ClusterPlan> best;
+  double best_time = 0;
+  for (const int threads : {kClusterMostThreads / 2, kClusterMostThreads}) {
+    for (int channel_slices = 1; channel_slices <= kClusterMostBlocks; ++channel_slices) {
+      // Rows of under 64 bytes waste the memory's bursts.
+      const std::int64_t row = problem.c * problem.element_bytes / channel_slices;
+      if (!problem.planar && channel_slices > 1 && row < 64) break;
+      for (int pixel_slices = 1; channel_slices * pixel_slices <= kClusterMostBlocks;
+           ++pixel_slices) {
+        const auto plan =
+            cluster_plan_with(problem, {channel_slices, pixel_slices, threads}, limits);
+        if (!plan) continue;
+        const double time = expected_time(problem, *plan);
+        if (best && time >= best_time) continue;
+        best = plan;
+        best_time = time;
+      }
+    }
+  }
+  return best;
+}
+
+}  // namespace fusewise::cuda
