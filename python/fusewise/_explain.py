@@ -80,7 +80,7 @@ def explain(fn, *args, **kwargs) -> Explanation:
 
 
 def record(operator: str, direction: str, x: torch.Tensor, answer: str) -> None:
-    """Adds a record from the operator's own answer: lines of name, chosen, able (0 or 1), reason."""
+    """Adds a record from the operator's own answer: lines of name, chosen, able, reason."""
     fields = (line.split("\t") for line in answer.splitlines())
     candidates = tuple(
         Candidate(name, chosen == "1", reason, able == "1") for name, chosen, able, reason in fields
