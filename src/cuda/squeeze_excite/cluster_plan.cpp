@@ -90,48 +90,55 @@ std::optional<ClusterPlan> cluster_plan_with(const ClusterProblem& problem, Clus
   plan.clusters = static_cast<int>(
       std::min<std::int64_t>(problem.n, limits.clusters[alone ? 0 : 1][cut.blocks()]));
   if (plan.clusters == 0) return std::nullopt;
+  plan.multiprocessors = limits.clusters[0][1];
   plan.late_from = plan.clusters;
-  const std::int64_t steps = divide_up(problem.n, plan.clusters);
-  if (steps > 1) {
-    // Half of the clusters start late: then some move data while others compute. A share of what a
-    // step takes, as measured on an H200.
-    plan.late_from = (plan.clusters + 1) / 2;
-    const double share = problem.backward && steps > 3 ? 0.5 : 0.25;
+  if (plan.clusters > 1) {
+    // Half of the clusters start late: then some move data while others compute. By a share, as
+    // measured on an H200, of the time that moving takes, or a step where there are several.
+    const std::int64_t steps = divide_up(problem.n, plan.clusters);
     const double passes = problem.backward ? 3 : 2;
     const double bytes = passes * plan.clusters * problem.c * problem.hw * problem.element_bytes;
-    plan.late_nanoseconds = static_cast<int>(share * (bytes / 4000 + 5000));
+    const double moving = bytes / 4000;  // nanoseconds, at 4 TB/s
+    const double late = steps == 1  ? (problem.backward ? 0.15 : 0.22) * moving
+                        : steps < 4 ? 0.25 * (moving + 5000)
+                                    : (problem.backward ? 0.5 : 0.25) * (moving + 5000);
+    plan.late_from = (plan.clusters + 1) / 2;
+    plan.late_nanoseconds = static_cast<int>(late);
   }
   return plan;
 }
 
 double expected_time(const ClusterProblem& problem, const ClusterPlan& plan) {
+  struct Cost {
+    double moving, short_rows, two_together;  // of the time at 4 TB/s
+    double step, product, exchange, weights;  // microseconds
+  };
+  constexpr Cost kForward{0.88, 0.07, 0.1, 3.6, 0.057, 0.29, 0.82};
+  constexpr Cost kBackward{0.99, 0.07, 0.05, 6.2, 0.1, 0.2, 0.45};
+  const Cost& cost = problem.backward ? kBackward : kForward;
+
   const ClusterCut& cut = plan.cut;
-  const double blocks_together = kClusterMostThreads / cut.threads;
   const double passes = problem.backward ? 3 : 2;
   // As if every slice were as large as the first.
   const double sample = passes * cut.channel_slices * plan.channels * cut.pixel_slices *
                         plan.pixels * problem.element_bytes;
   const auto move = [&](double clusters) {
     // Few multiprocessors cannot keep the memory busy.
-    const double multiprocessors = clusters * cut.blocks() / blocks_together;
-    return clusters * sample / std::min(4e6, 38e3 * multiprocessors);
+    const double multiprocessors = std::min<double>(plan.multiprocessors, clusters * cut.blocks());
+    return clusters * sample / std::min(4e6, 41e3 * multiprocessors);
   };
   const std::int64_t full = problem.n / plan.clusters, rest = problem.n % plan.clusters;
   const double steps = static_cast<double>(full + (rest > 0 ? 1 : 0));
   const double moving = full * move(plan.clusters) + (rest > 0 ? move(rest) : 0);
-  // Short rows waste bursts, and clusters that all end a step together leave the memory idle.
   const double row = problem.planar ? 256 : std::min(256, plan.channels * problem.element_bytes);
-  const double short_rows = 1 - row / 256;
-  const double in_step = rest == 0 && full > 1 ? 1 : 0;
+  const bool two_together = cut.threads < kClusterMostThreads && steps > 1;
   const double product = 1.0 * problem.r * plan.channels / cut.threads;
   const double weights =
       2.0 * problem.r * plan.channels * problem.weight_bytes * plan.clusters * cut.blocks() / 4e6;
-  if (problem.backward) {
-    return moving * (0.94 + 0.05 * in_step + 0.05 * short_rows) + steps * (4.9 + 0.058 * product) +
-           0.74 * weights + 3.9;
-  }
-  return moving * (0.75 + 0.2 * in_step + 0.05 * short_rows) +
-         steps * (3.7 + 0.02 * product + (cut.pixel_slices > 1 ? 0.33 : 0)) + 1.6 * weights;
+  return moving * (cost.moving + cost.short_rows * (1 - row / 256) +
+                   (two_together ? cost.two_together : 0)) +
+         steps * (cost.step + cost.product * product + (cut.pixel_slices > 1 ? cost.exchange : 0)) +
+         cost.weights * weights;
 }
 
 std::optional<ClusterPlan> cluster_plan(const ClusterProblem& problem,

@@ -9,29 +9,26 @@ namespace fusewise::cuda {
 namespace {
 
 template <typename Call>
-constexpr Implementation<Call> kCluster{"cluster", cluster_declines, cluster_run, cluster_yields};
-
-template <typename Call>
 constexpr Implementation<Call> kTwoPass{"two_pass", two_pass_declines, two_pass_run};
 
 template <typename Call>
 constexpr Implementation<Call> kGeneral{
     "general", [](const Context&, const Call&) { return std::string(); }, general_run};
 
-template <typename Call>
-Implementations<Call> all() {
-  static constexpr Implementation<Call> list[] = {kCluster<Call>, kTwoPass<Call>, kGeneral<Call>};
-  return list;
-}
-
 }  // namespace
 
 Implementations<SqueezeExciteForward> squeeze_excite_forward() {
-  return all<SqueezeExciteForward>();
+  using Call = SqueezeExciteForward;
+  static constexpr Implementation<Call> list[] = {
+      {"cluster", cluster_declines, cluster_run}, kTwoPass<Call>, kGeneral<Call>};
+  return list;
 }
 
 Implementations<SqueezeExciteBackward> squeeze_excite_backward() {
-  return all<SqueezeExciteBackward>();
+  using Call = SqueezeExciteBackward;
+  static constexpr Implementation<Call> list[] = {
+      {"cluster", cluster_declines, cluster_run, cluster_yields}, kTwoPass<Call>, kGeneral<Call>};
+  return list;
 }
 
 }  // namespace fusewise::cuda
