@@ -44,7 +44,7 @@ add_library(fusewise::fusewise ALIAS fusewise)
 fusewise_core_target(fusewise)
 if(FUSEWISE_WITH_CUDA)
   set(cuda_sources
-    src/cuda/memory.cu
+    src/cuda/device.cu
     src/cuda/squeeze_excite/cluster.cu
     src/cuda/squeeze_excite/cluster_plan.cpp
     src/cuda/squeeze_excite/general.cu

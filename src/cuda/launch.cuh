@@ -23,17 +23,17 @@ struct Launch {
   int cluster = 1;
 };
 
+/// Lets a kernel have all of a block's shared memory and the largest clusters; the GPU is asked
+/// once.
+void allow_all(const void* kernel, Device device);
+
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(const Launch& launch, const char* what, void (*kernel)(Parameters...),
                    Arguments... arguments) {
   if (launch.blocks == 0) return;
   check(launch.blocks < (std::int64_t{1} << 31), what, ": the problem is too large for one launch");
   const DeviceLimits& limits = limits_of(launch.context.device);
-  if (launch.shared_bytes > 48 * 1024) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    limits.block_shared_memory),
-               what);
-  }
+  allow_all(reinterpret_cast<const void*>(kernel), launch.context.device);
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;
   if (launch.overlaps_previous && limits.capability >= 90) {

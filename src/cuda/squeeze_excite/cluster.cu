@@ -578,8 +578,6 @@ template <typename T, typename W, bool kPlanar, bool kBackward>
 void launch(const Context& context, Arguments a) {
   auto* kernel = cluster_kernel<T, W, kPlanar, kBackward>;
   const ClusterPlan& plan = a.plan;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-             "allowing large clusters");
   launch_kernel({context, std::int64_t{plan.clusters} * plan.cut.blocks(), plan.cut.threads,
                  static_cast<std::size_t>(plan.shared_bytes), true, plan.cut.blocks()},
                 "squeezing and exciting", kernel, a);
@@ -621,11 +619,7 @@ ClusterLimits ask_limits(Device device) {
   const DeviceLimits& limits = limits_of(device);
   const CurrentDevice current(device);
   auto* kernel = cluster_kernel<float, float, false, false>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  limits.block_shared_memory),
-             "allowing the cluster kernel its shared memory");
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-             "allowing large clusters");
+  allow_all(reinterpret_cast<const void*>(kernel), device);
   ClusterLimits result{};
   for (int together = 1; together <= 2; ++together) {
     int& shared_memory = result.shared_memory[together - 1];

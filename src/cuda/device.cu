@@ -1,13 +1,17 @@
-// The device's own memory pool, used where the caller brings no allocator; and the device's limits.
+// What is asked of a GPU once: its limits, what its kernels may use. And its own memory pool, used
+// where the caller brings no allocator.
 
 #include <algorithm>
 #include <array>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <utility>
 
 #include "common/backends.h"
 #include "cuda/cuda_error.h"
 #include "cuda/device.h"
+#include "cuda/launch.cuh"
 
 namespace fusewise::cuda {
 namespace {
@@ -64,6 +68,24 @@ const DeviceLimits& limits_of(Device device) {
   check(device.index >= 0 && device.index < kMaxDevices, "device: no GPU number ", device.index);
   std::call_once(once[device.index], [&] { limits[device.index] = ask(device.index); });
   return limits[device.index];
+}
+
+void allow_all(const void* kernel, Device device) {
+  // A launch costs a few microseconds, and these calls would add as much.
+  thread_local std::set<std::pair<const void*, int>> done;
+  if (!done.emplace(kernel, device.index).second) return;
+  const DeviceLimits& limits = limits_of(device);
+  const CurrentDevice current(device);
+  cudaFuncAttributes built{};
+  check_cuda(cudaFuncGetAttributes(&built, kernel), "looking at a kernel");
+  const int fixed = static_cast<int>(built.sharedSizeBytes);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  limits.block_shared_memory - fixed),
+             "allowing a kernel its shared memory");
+  if (limits.capability >= 90) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               "allowing large clusters");
+  }
 }
 
 void* allocate(const Context& context, std::size_t bytes) {
