@@ -319,8 +319,10 @@ def test_peak_memory_is_not_above_eagers(layout, shape, reduced):
     for choice in ({}, *case.implementations()):
         with fusewise.implementation(**choice):
             assert training(squeeze_excite) <= training(eager)
-    # Eager keeps little beside y; ours has its partial sums, about 1 % of y.
-    assert inference(squeeze_excite) <= inference(eager) + case.x.nbytes // 50
+    # Eager keeps little beside y, and clusters nothing; two passes have their partial sums.
+    clusters = fusewise.explain(squeeze_excite, *case.arguments)[0].chosen == "cluster"
+    allowed = 0 if clusters else case.x.nbytes // 50
+    assert inference(squeeze_excite) <= inference(eager) + allowed
 
 
 def test_memory_is_flat_over_many_calls(case):
