@@ -135,6 +135,7 @@ int main(int argc, char** argv) {
       {"b32 960x12 fp32", 32, 960, 40, 12, 0, DType::f32, false},
       {"b16 256x56 fp32 nchw", 16, 256, 16, 56, 0, DType::f32, true},
       {"b32 512x28 nchw", 32, 512, 32, 28, 0, DType::f16, true},
+      {"b64 256x56 nchw", 64, 256, 16, 56, 0, DType::f16, true},
       {"b4 64x112 nchw", 4, 64, 16, 112, 0, DType::f16, true},
       {"64x112 fp32 nchw", 32, 64, 16, 112, 0, DType::f32, true},
       {"672x24 nchw", 32, 672, 28, 24, 0, DType::f16, true},

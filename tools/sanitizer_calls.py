@@ -25,19 +25,19 @@ def call(shape, dtype, layout) -> None:
     tensors[0] = tensors[0].to(memory_format=layout)
     for choice in choices(tensors):
         with fusewise.implementation(**choice):
-            fusewise.functional.squeeze_excite(*tensors)
             learned = [tensor.detach().requires_grad_() for tensor in tensors]
             y = fusewise.functional.squeeze_excite(*learned)
             torch.autograd.grad(y, learned, torch.ones_like(y))
 
 
 def choices(tensors) -> list[dict[str, str]]:
-    """Every forward and every backward that takes the call."""
+    """Every implementation that takes the call, both ways where it can."""
     learned = [tensor.detach().requires_grad_() for tensor in tensors]
     forward, backward = fusewise.explain(fusewise.functional.squeeze_excite, *learned)
+    able = {"squeeze_excite": forward.able, "squeeze_excite_backward": backward.able}
     return [
-        *({"squeeze_excite": name} for name in forward.able),
-        *({"squeeze_excite_backward": name} for name in backward.able),
+        {operator: name for operator, names in able.items() if name in names}
+        for name in dict.fromkeys(forward.able + backward.able)
     ]
 
 

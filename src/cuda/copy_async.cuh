@@ -21,6 +21,10 @@ class ByteBarrier {
   static __device__ __forceinline__ void publish() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  /// When nobody uses it any more; checkers of memory want it.
+  __device__ __forceinline__ void invalidate() {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
+  }
   /// Arrives, and says how many bytes the phase waits for.
   __device__ __forceinline__ void expect(std::uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),

@@ -287,8 +287,8 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
                              .rows_of_channels = plan.rows_of_channels};
 
   if (size > 1) {
-    if (thread < 4) {
-      barriers[thread].init(1);
+    if (thread == 0) {
+      for (int i = 0; i < 4; ++i) barriers[i].init(1);
       ByteBarrier::publish();
     }
     arrive_in_cluster();
@@ -570,6 +570,9 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
     if (!more) allow_next_kernel();
     phase ^= turn;
     turn ^= 1;
+  }
+  if (size > 1 && thread == 0) {
+    for (int i = 0; i < 4; ++i) barriers[i].invalidate();
   }
 #endif
 }

@@ -103,6 +103,9 @@ std::optional<ClusterPlan> cluster_plan_with(const ClusterProblem& problem, Clus
                         : steps < 4 ? 0.25 * (moving + 5000)
                                     : (problem.backward ? 0.5 : 0.25) * (moving + 5000);
     plan.late_from = (plan.clusters + 1) / 2;
+    // Of few steps, those that have one less can all start late.
+    const int rest = static_cast<int>(problem.n % plan.clusters);
+    if (steps < 4 && rest > 0) plan.late_from = std::min(plan.late_from, rest);
     plan.late_nanoseconds = static_cast<int>(late);
   }
   return plan;
@@ -110,11 +113,11 @@ std::optional<ClusterPlan> cluster_plan_with(const ClusterProblem& problem, Clus
 
 double expected_time(const ClusterProblem& problem, const ClusterPlan& plan) {
   struct Cost {
-    double moving, short_rows, two_together;  // of the time at 4 TB/s
-    double step, product, exchange, weights;  // microseconds
+    double moving, short_rows, two_together;                          // of the time at 4 TB/s
+    double step, product, pixel_exchange, channel_exchange, weights;  // microseconds
   };
-  constexpr Cost kForward{0.88, 0.07, 0.1, 3.6, 0.057, 0.29, 0.82};
-  constexpr Cost kBackward{0.99, 0.07, 0.05, 6.2, 0.1, 0.2, 0.45};
+  constexpr Cost kForward{0.94, 0.12, 0.2, 3.6, 0.057, 0.5, 0.4, 0.82};
+  constexpr Cost kBackward{1.05, 0.07, 0.05, 6.2, 0.1, 0.5, 0.7, 0.45};
   const Cost& cost = problem.backward ? kBackward : kForward;
 
   const ClusterCut& cut = plan.cut;
@@ -137,7 +140,9 @@ double expected_time(const ClusterProblem& problem, const ClusterPlan& plan) {
       2.0 * problem.r * plan.channels * problem.weight_bytes * plan.clusters * cut.blocks() / 4e6;
   return moving * (cost.moving + cost.short_rows * (1 - row / 256) +
                    (two_together ? cost.two_together : 0)) +
-         steps * (cost.step + cost.product * product + (cut.pixel_slices > 1 ? cost.exchange : 0)) +
+         steps * (cost.step + cost.product * product +
+                  (cut.pixel_slices > 1 ? cost.pixel_exchange : 0) +
+                  (cut.channel_slices > 1 ? cost.channel_exchange : 0)) +
          cost.weights * weights;
 }
 

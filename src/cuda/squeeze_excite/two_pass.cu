@@ -90,18 +90,21 @@ struct Part {
               const float v = to_accumulator<float>(kept[i]);
               total += kProduct ? v * to_accumulator<float>(extra[i]) : v;
             },
-            [&](long long i) {
-              const Vector<T> v = load_vector(kept + i);
-              float part[2] = {};
-              if constexpr (kProduct) {
-                const Vector<T> w = load_vector(extra + i);
+            [&](long long first, long long last, long long step) {
+#pragma unroll 4
+              for (long long i = first; i < last; i += step) {
+                const Vector<T> v = load_vector(kept + i);
+                float part[2] = {};
+                if constexpr (kProduct) {
+                  const Vector<T> w = load_vector(extra + i);
 #pragma unroll
-                for (int k = 0; k < kVector; ++k) part[k % 2] += v[k] * w[k];
-              } else {
+                  for (int k = 0; k < kVector; ++k) part[k % 2] += v[k] * w[k];
+                } else {
 #pragma unroll
-                for (int k = 0; k < kVector; ++k) part[k % 2] += v[k];
+                  for (int k = 0; k < kVector; ++k) part[k % 2] += v[k];
+                }
+                total += part[0] + part[1];
               }
-              total += part[0] + part[1];
             });
         total = planes().sum(total, min(threads, 32));
         if (thread % 32 == 0) rows[thread / 32 * channels + plane] = total;
@@ -157,11 +160,23 @@ struct Part {
             [&](long long i) {
               out[i] = from_accumulator<T>(apply(to_accumulator<float>(kept[i])));
             },
-            [&](long long i) {
-              Vector<T> v = load_vector(kept + i);
+            [&](long long first, long long last, long long step) {
+              // All loads of a batch before its stores, which might be to the same place for all
+              // that the compiler knows.
+              for (; first < last; first += kAhead * step) {
+                Vector<T> batch[kAhead];
 #pragma unroll
-              for (int k = 0; k < kVector; ++k) v.set(k, apply(v[k]));
-              store_streaming(out + i, v);
+                for (int j = 0; j < kAhead; ++j) {
+                  if (first + j * step < last) batch[j] = load_vector(kept + first + j * step);
+                }
+#pragma unroll
+                for (int j = 0; j < kAhead; ++j) {
+                  if (first + j * step >= last) break;
+#pragma unroll
+                  for (int k = 0; k < kVector; ++k) batch[j].set(k, apply(batch[j][k]));
+                  store_streaming(out + first + j * step, batch[j]);
+                }
+              }
             });
       });
     } else {
@@ -205,8 +220,8 @@ struct Part {
   __device__ long long place(int p) const { return static_cast<long long>(p) * c + lane * kVector; }
 
   __device__ Planes<kThreads, kVector> planes() const { return {channels, hw}; }
-  /// Visits a plane that may start anywhere: single elements up to a 16-byte boundary, then
-  /// vectors.
+  /// Visits a plane that may start anywhere: one(i) for elements up to a 16-byte boundary, then
+  /// many(first, last, step) for vectors, then one(i) for the rest.
   template <typename One, typename Many>
   __device__ void visit(const T* image, int plane, int thread, int threads, One one,
                         Many many) const {
@@ -215,8 +230,7 @@ struct Part {
     const long long first = min(begin + (kVector - past) % kVector, end);
     const long long last = first + (end - first) / kVector * kVector;
     for (long long i = begin + thread; i < first; i += threads) one(i);
-#pragma unroll 4
-    for (long long i = first + thread * kVector; i < last; i += threads * kVector) many(i);
+    many(first + thread * kVector, last, static_cast<long long>(threads) * kVector);
     for (long long i = last + thread; i < end; i += threads) one(i);
   }
 };
@@ -512,7 +526,7 @@ TwoPassPlan plan_for(const Context& context, const TensorView& x) {
     return {Cut::planes, static_cast<int>(std::clamp<std::int64_t>(32768 / (hw * bytes), 1, 64))};
   }
   const std::int64_t multiprocessors = limits_of(context.device).multiprocessors;
-  if (hw <= 1024 || c > 512) {
+  if (hw <= 1024 || c * bytes / 16 > kThreads) {
     std::int64_t channels = (c < 1024 ? 128 : 256) / bytes;
     if (n * divide_up(c, channels) < 3 * multiprocessors) channels /= 2;
     return {Cut::channels, static_cast<int>(std::min(c, channels))};
@@ -538,7 +552,7 @@ std::string declines(const Context& context, std::initializer_list<const TensorV
     return "so many hidden units do not fit in shared memory";
   }
   const std::int64_t work = n * c * hw / blocks;
-  if (work > 65536 && blocks < limits_of(context.device).multiprocessors) {
+  if (work > 16384 && blocks < limits_of(context.device).multiprocessors) {
     return "so few and large planes would leave most of the GPU idle";
   }
   return {};
