@@ -28,9 +28,7 @@ def describe(device: str) -> dict:
     }
     if device == "cuda":
         found["gpu"] = torch.cuda.get_device_name(0)
-        found["driver"] = _output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-        )
+        found["driver"] = driver()
         found["cuda"] = torch.version.cuda
     return found
 
@@ -57,6 +55,10 @@ def commit() -> str | None:
         return os.environ.get("FUSEWISE_COMMIT")
     changed = _output("git", "-C", root, "status", "--porcelain", "--untracked-files=no")
     return f"{revision} with local changes" if changed else revision
+
+
+def driver() -> str | None:
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def cpu_model() -> str:

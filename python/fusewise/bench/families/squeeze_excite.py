@@ -11,10 +11,8 @@ from torch import Tensor
 import fusewise
 
 from ..accuracy import Expected, cut, pieces
-from ..cases import Case
-from .family import BOTH, Family, Workload
+from .family import BOTH, Case, Family, Workload
 
-_LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 _LARGE = 1 << 27  # elements; above, references of half data are kept in fp32, to save tens of GB
 
 
@@ -27,7 +25,6 @@ def eager(x, w1, b1, w2, b2):
 
 def build(case: Case, device: str, buffers: int) -> Workload:
     channels, reduced = case.shape[1], case.extra["reduced"]
-    layout = _LAYOUTS[case.extra["layout"]]
     generator = torch.Generator(device).manual_seed(0)
 
     def random(shape, layout=torch.contiguous_format, scale=1.0, learned=True):
@@ -36,8 +33,8 @@ def build(case: Case, device: str, buffers: int) -> Workload:
         return value.requires_grad_(learned)
 
     return Workload(
-        inputs=[(random(case.shape, layout),) for _ in range(buffers)],
-        gradients=[random(case.shape, layout, learned=False) for _ in range(buffers)],
+        inputs=[(random(case.shape, case.memory_format),) for _ in range(buffers)],
+        gradients=[random(case.shape, case.memory_format, learned=False) for _ in range(buffers)],
         weights=(
             random((reduced, channels, 1, 1), scale=channels**-0.5),
             random((reduced,)),
@@ -194,6 +191,15 @@ def bytes_moved(case: Case, mode: str) -> int:
     return elements * case.dtype.itemsize
 
 
+def operations(case: Case, mode: str) -> int:
+    """Forward: the sum of x, two products, the scaling. Backward: the sum of dy * x, four products,
+    dy * g + dp. Activations and biases are not counted: they are few."""
+    n, channels, height, width = case.shape
+    plane = n * channels * height * width
+    product = 2 * n * channels * case.extra["reduced"]
+    return 6 * plane + 6 * product if mode == BOTH else 2 * plane + 2 * product
+
+
 @cache
 def _naive_library() -> ctypes.CDLL | None:
     path = Path(fusewise.__file__).parent / "_lib" / "libfusewise_naive.so"
@@ -218,7 +224,7 @@ def naive(case: Case, device: str):
         error = launch(
             *(tensor.data_ptr() for tensor in (x, w1, b1, w2, b2, y)),
             *(n, channels, w1.shape[0], height * width),
-            case.extra["layout"] == "channels_last",
+            case.layout == "channels_last",
             x.dtype == torch.float16,
             torch.cuda.current_stream().cuda_stream,
         )
@@ -231,8 +237,20 @@ def naive(case: Case, device: str):
 
 FAMILY = Family(
     name="squeeze_excite",
+    rank=4,
+    extra=("reduced",),
     outputs=("y", "dx", "dw1", "db1", "dw2", "db2"),
     build=build,
     reference=reference,
     bytes_moved=bytes_moved,
+    operations=operations,
+    checked=tuple(
+        Case("squeeze_excite", name, shape, "float32", extra={"reduced": reduced})
+        for name, shape, reduced in (
+            ("64x28", (4, 64, 28, 28), 4),
+            ("1632x12", (2, 1632, 12, 12), 68),
+            ("odd 65x7", (3, 65, 7, 5), 9),
+            ("one pixel", (16, 512, 1, 1), 32),
+        )
+    ),
 )
