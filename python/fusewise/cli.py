@@ -27,6 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"fusewise {chosen.command}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print(f"fusewise {chosen.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> _Parser:
@@ -74,6 +77,23 @@ def _parser() -> _Parser:
     compare.add_argument("old", type=Path, metavar="OLD.json")
     compare.add_argument("new", type=Path, metavar="NEW.json")
     compare.add_argument("--fail", action="store_true", help="exit code 1 where a case is worse")
+
+    profile = command("profile", _profile, "where the time of a model goes, and what to try first")
+    profile.add_argument(
+        "model", metavar="MODULE:FACTORY",
+        help="what makes the model, as in my.models:net, torchvision:resnet50, timm:resnet50",
+    )  # fmt: skip
+    profile.add_argument(
+        "--input", action="append", metavar="SIZES",
+        help="sizes of an input, 1,3,224,224 if none is given; 8,128:int64 for numbers of tokens",
+    )  # fmt: skip
+    device(profile)
+    profile.add_argument("--train", action="store_true", help="forward and backward")
+    profile.add_argument(
+        "--amp", action="store_true", help="autocast: fp16 on a GPU, bf16 on a CPU"
+    )
+    profile.add_argument("--channels-last", action="store_true", help="model and inputs in NHWC")
+    out(profile, "profile-results", "report.html, its plots and trace.json.gz")
 
     check = command("check", _check, "every operator against its reference, on this machine")
     device(check)
@@ -127,6 +147,25 @@ def _compare(chosen: argparse.Namespace) -> int:
         raise UsageError(f"{chosen.old} and {chosen.new} have no case in common")
     show_tables(compare.tables(found), compare.lines(found))
     return int(chosen.fail and bool(compare.worse(found)))
+
+
+def _profile(chosen: argparse.Namespace) -> int:
+    from . import profile
+
+    _make_writable(chosen.out)
+    options = profile.Options(
+        model=chosen.model,
+        inputs=tuple(chosen.input or ()),
+        device=chosen.device or "",
+        train=chosen.train,
+        amp=chosen.amp,
+        channels_last=chosen.channels_last,
+        arguments=tuple(chosen.arguments),
+    )
+    found = profile.run(options)
+    profile.report.show(found)
+    _say_written(profile.report.write(found, chosen.out))
+    return 0
 
 
 def _check(chosen: argparse.Namespace) -> int:

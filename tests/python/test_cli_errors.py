@@ -45,11 +45,11 @@ def test_bad_arguments(fails, arguments, said):
     assert said in fails(*arguments)
 
 
-@pytest.mark.parametrize("command", ["bench", "check"])
+@pytest.mark.parametrize("command", [["bench"], ["check"], ["profile", "torch.nn:ReLU"]])
 def test_no_gpu(fails, command, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    said = fails(command, "--device", "cuda")
-    assert said.startswith(f"fusewise {command}: --device cuda: ") and "--device cpu" in said
+    said = fails(*command, "--device", "cuda")
+    assert said.startswith(f"fusewise {command[0]}: --device cuda: ") and "--device cpu" in said
 
 
 CASES = """{
@@ -111,3 +111,36 @@ def test_debug_shows_where_an_error_came_from(tmp_path, monkeypatch):
     (tmp_path / "old.json").write_text(json.dumps([]))
     with pytest.raises(UsageError):
         cli.main(["compare", "old.json", "old.json", "--debug"])
+
+
+BROKEN = """
+def fails():
+    raise ValueError("out of luck\\nand more")
+def number():
+    return 3
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["nonsense"], "expected MODULE:FACTORY"),
+        (["no_such_module:net"], "no_such_module cannot be imported"),
+        (["syntax_of_mine:net"], "importing syntax_of_mine failed: SyntaxError"),
+        (["broken_of_mine:missing"], "broken_of_mine has no missing"),
+        (["broken_of_mine:fails"], "the factory failed: ValueError: out of luck"),
+        (["broken_of_mine:number"], "made a int, expected a torch.nn.Module"),
+        (["torch.nn:ReLU", "--input", "1,x"], "--input 1,x: expected sizes"),
+        (["torch.nn:ReLU", "--input", "1,2:int9"], "--input 1,2:int9: expected sizes"),
+        (["torch.nn:Conv2d"], "the factory failed: TypeError"),
+        (["own_conv:net", "--input", "1,4,8,8"], "does not run with --input 1,4,8,8: RuntimeError"),
+        (["torch.nn:ReLU", "--train"], "no output needs a gradient"),
+        (["torch.nn:ReLU", "--out", "/proc/nowhere"], "name another folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_models(fails, tmp_path, arguments, said):
+    (tmp_path / "broken_of_mine.py").write_text(BROKEN)
+    (tmp_path / "syntax_of_mine.py").write_text("def")
+    (tmp_path / "own_conv.py").write_text("import torch\nnet = torch.nn.Conv2d(3, 8, 3)")
+    assert said in fails("profile", *arguments, "--device", "cpu")

@@ -1,0 +1,173 @@
+"""A profile on the terminal, as a page, and as a trace."""
+
+import sys
+from pathlib import Path
+
+from ..report import Plot, Section, Table, show_tables, write_page
+from .advice import advise
+from .analysis import Profile, amdahl
+from .record import write_trace
+
+_FASTER = (2, 5, float("inf"))
+_SMALLEST_SHARE = 0.005
+
+
+def show(profile: Profile) -> None:
+    show_tables(_tables(profile), [*_lines(profile), ""])
+    show_tables([_advice(profile)], [])
+
+
+def write(profile: Profile, folder: Path) -> list[Path]:
+    """The trace and, where matplotlib and jinja2 are there, the page and its plots."""
+    written = [folder / "trace.json.gz"]
+    write_trace(profile.trace, written[0])
+    try:
+        drawn = _plots(profile)
+        for plot in drawn:
+            written.append(folder / f"{plot.name}.png")
+            plot.figure.savefig(written[-1], dpi=110)
+        sections = [
+            Section("In short", _lines(profile), [_advice(profile)]),
+            Section("Where a step goes", plots=drawn, tables=_tables(profile)),
+        ]
+        written.append(folder / "report.html")
+        title = f"fusewise profile of {profile.model}"
+        write_page(written[-1], title, profile.command, _facts(profile), sections)
+    except ImportError as error:
+        print(f"no page: {error.name} is not installed", file=sys.stderr)
+    return written
+
+
+def _facts(profile: Profile) -> dict:
+    rate = profile.ceilings.operations_per_second[profile.dtype]
+    return profile.environment | {
+        "copy bandwidth, measured, read and written": (
+            f"{profile.ceilings.bytes_per_second / 1e9:.1f} GB/s"
+        ),
+        f"matrix rate, measured, {profile.dtype}": f"{rate / 1e12:.3g} TFLOP/s",
+    }
+
+
+def _lines(profile: Profile) -> list[str]:
+    step = "forward and backward, no optimizer" if profile.train else "forward"
+    low, high = profile.wall_spread
+    lines = [
+        f"A step ({step}) takes {_ms(profile.wall_us)} ms, half of them between {_ms(low)} and "
+        f"{_ms(high)}, measured without the profiler."
+    ]
+    who = "kernels" if profile.device == "cuda" else "operators"
+    idle = (
+        f"In {_ms(profile.work_us)} ms of it {who} run ({profile.launches:.0f} of them); "
+        f"{profile.idle:.0%} is idle"
+    )
+    if profile.device == "cuda":
+        said = "LAUNCH-BOUND" if profile.idle > 0.2 else "not launch-bound"
+        idle += f": {said}."
+    else:
+        idle += ": Python between the operators."
+    lines.append(idle)
+    if profile.gaps:
+        gaps = profile.gaps
+        lines.append(
+            f"Gaps between kernels, under the profiler: {gaps.count:.0f} a step, half of them "
+            f"below {gaps.median_us:.1f} µs, the longest {gaps.largest_us:.0f} µs."
+        )
+    lines.append(
+        f"Bounds are Amdahl's, 1 / (1 - s + s / k), of the {_ms(profile.work_us)} ms in which "
+        f"{who} run; {_ms(profile.outside_us)} ms of them belong to no module. A class's time "
+        "has its inner modules in it, so the shares add up to more than 100 %."
+    )
+    return lines
+
+
+def _tables(profile: Profile) -> list[Table]:
+    total = sum(profile.kinds.values())
+    found = [
+        Table(
+            "Kinds of work",
+            ["kind", "ms a step", "share"],
+            [
+                [kind, _ms(us), f"{us / total:.1%}"]
+                for kind, us in sorted(profile.kinds.items(), key=lambda item: -item[1])
+            ],
+        )
+    ]
+    header = ["class", "calls", "ms a step", "share", "floor ms", "of floor"]
+    header += [f"whole, if {k:g}x as fast" for k in _FASTER[:-1]] + ["whole, if free"]
+    found.append(
+        Table(
+            "Kinds of modules",
+            header,
+            [
+                [
+                    kind.name,
+                    str(kind.calls),
+                    _ms(kind.us),
+                    f"{kind.share:.1%}",
+                    _ms(kind.floor_us),
+                    f"{kind.floor_us / kind.us:.0%}",
+                    *(f"{amdahl(kind.share, k):.2f}x" for k in _FASTER),
+                ]
+                for kind in profile.modules
+                if kind.share >= _SMALLEST_SHARE
+            ],
+        )
+    )
+    if profile.conversions:
+        rows = [
+            [name, f"{count:.1f}", _ms(us)] for name, (count, us) in profile.conversions.items()
+        ]
+        found.append(Table("Layout conversions by name", ["name", "a step", "ms a step"], rows))
+    return found
+
+
+def _advice(profile: Profile) -> Table:
+    rows = [
+        [str(rank), item.what, f"{item.bound:.2f}x", item.why]
+        for rank, item in enumerate(advise(profile), 1)
+    ]
+    return Table("What to try first", ["", "try", "at most", "because"], rows, text_columns=4)
+
+
+def _plots(profile: Profile) -> list[Plot]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.close("all")
+    work = dict(sorted(profile.kinds.items(), key=lambda item: -item[1]))
+    idle = {"idle": max(0.0, profile.wall_us - profile.work_us)}
+    modules = {kind.name: kind.us for kind in profile.modules if kind.share >= _SMALLEST_SHARE}
+    floors = [kind.floor_us for kind in profile.modules if kind.share >= _SMALLEST_SHARE]
+
+    def bars(values: dict[str, float]):
+        figure, axes = pyplot.subplots(figsize=(9, 1 + 0.34 * len(values)))
+        times = [us / 1e3 for us in values.values()]
+        colours = ["#b3261e" if name == "idle" else "#0b57a4" for name in values]
+        drawn = axes.barh(range(len(values)), times, color=colours, height=0.65)
+        axes.bar_label(drawn, [f"{us / profile.wall_us:.0%}" for us in values.values()], padding=3)
+        axes.set_yticks(range(len(values)), list(values))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.12 * max(times))
+        axes.set_xlabel("ms a step; in per cent of the wall time")
+        return figure, axes
+
+    kinds_figure, _ = bars(work | idle)
+    modules_figure, axes = bars(modules)
+    for place, floor in enumerate(floors):
+        axes.plot([floor / 1e3] * 2, [place - 0.4, place + 0.4], color="#d9822b", linewidth=2)
+    for figure in (kinds_figure, modules_figure):
+        figure.tight_layout()
+    return [
+        Plot("kinds", "What a step does, and how long it does nothing.", kinds_figure),
+        Plot(
+            "modules",
+            "Time by class of module, inner modules included; the orange line is the floor.",
+            modules_figure,
+        ),
+    ]
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.3g}"
