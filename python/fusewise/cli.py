@@ -99,6 +99,10 @@ def _parser() -> _Parser:
     device(check)
 
     command("info", _info, "versions, hardware and implementations, for bug reports")
+
+    lesson = command("lesson", _lesson, "a mistake of measuring, shown on this machine")
+    lesson.add_argument("name", nargs="?", metavar="NAME", help="without: the list of them")
+    device(lesson)
     return parser
 
 
@@ -181,6 +185,19 @@ def _info(_: argparse.Namespace) -> int:
     from .info import lines
 
     print("\n".join(lines()))
+    return 0
+
+
+def _lesson(chosen: argparse.Namespace) -> int:
+    from . import lessons
+    from .report import show_tables
+
+    if chosen.name is None:
+        print("\n".join(f"{name:14} {lesson.title}" for name, lesson in lessons.LESSONS.items()))
+        return 0
+    _known("lesson", [chosen.name], lessons.LESSONS)
+    found = lessons.run(chosen.name, chosen.device or "")
+    show_tables([found.table], found.lines)
     return 0
 
 

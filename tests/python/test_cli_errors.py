@@ -37,6 +37,7 @@ def fails(capsys, tmp_path, monkeypatch):
         (["bench", "--out", "/proc/nowhere"], "name another folder"),
         (["bench", "--device", "tpu"], "invalid choice: 'tpu'"),
         (["bench", "--cases", "missing.json"], "missing.json: cannot be read: No such file"),
+        (["lesson", "nonsense"], "there are: asynchronous, naive-gemm, amdahl, layout"),
         (["compare", "missing.json", "other.json"], "missing.json: cannot be read: No such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

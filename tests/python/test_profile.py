@@ -45,7 +45,8 @@ def subject(train, device="cpu"):
 @pytest.mark.parametrize("train", [False, True])
 def test_every_kind_of_work_finds_its_module(device, train):
     """Backward runs in no module's forward; its nodes lead back to them."""
-    pieces, busy, _ = record.record(subject(train, device), 2, device)
+    recording = record.record(subject(train, device), 2, device, marked=True)
+    pieces, busy = recording.pieces, recording.busy
     owners = {}
     for piece in pieces:
         owners.setdefault(piece.kind, set()).add(piece.modules)
@@ -59,7 +60,8 @@ def test_every_kind_of_work_finds_its_module(device, train):
 
 @pytest.mark.parametrize("train", [False, True])
 def test_every_operator_finds_its_module(train):
-    pieces, _, trace = record.record(subject(train), 2, "cpu")
+    recording = record.record(subject(train), 2, "cpu", marked=True)
+    pieces, trace = recording.pieces, recording.trace
     owners = {}
     for piece in pieces:
         owners.setdefault(piece.name, set()).add(piece.modules)
@@ -78,7 +80,7 @@ def test_every_operator_finds_its_module(train):
 
 def test_hooks_are_gone_afterwards():
     it = subject(True)
-    record.record(it, 1, "cpu")
+    record.record(it, 1, "cpu", marked=True)
     record.count_work(it)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in it.model.modules())
     assert all(parameter.grad is None for parameter in it.model.parameters())
@@ -203,8 +205,8 @@ def test_a_class_inside_itself_counts_once():
     pieces = [Piece(6.0, kinds.OTHER, "a", ("unit.inner", "unit", "")), Piece(4.0, "", "b", ("",))]
     work = {"unit": Work(1, 100, 0), "unit.inner": Work(1, 100, 0), "": Work(1, 100, 0)}
     ceilings = Ceilings(1e6, {"float32": 1.0})
-    (found,) = analysis.module_kinds(whole, pieces, 2, work, ceilings, "float32")
-    assert (found.name, found.calls, found.us, found.share) == ("Unit", 2, 3.0, 0.6)
+    (found,) = analysis.module_kinds(whole, pieces, work, ceilings, "float32")
+    assert (found.name, found.calls, found.us, found.share) == ("Unit", 2, 6.0, 0.6)
     assert found.floor_us == pytest.approx(100.0)
 
 

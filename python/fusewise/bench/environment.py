@@ -18,9 +18,9 @@ def describe(device: str) -> dict:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit() or "unknown",
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
-        "load": round(load(), 1),
+        "load": load(),
         "os": os_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -42,7 +42,21 @@ def load(seconds: float = 0.5) -> float:
 
     before = busy()
     time.sleep(seconds)
-    return (busy() - before) / os.sysconf("SC_CLK_TCK") / seconds
+    return round((busy() - before) / os.sysconf("SC_CLK_TCK") / seconds, 1)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def busy_machine(load: float, cores: int) -> list[str]:
+    """A warning for figures that were taken on a CPU, where others use it."""
+    if load <= cores / 2:
+        return []
+    return [
+        f"BUSY MACHINE: load {load} on {cores} cores at the start; other work makes these figures "
+        "unsteady"
+    ]
 
 
 def commit() -> str | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..report import Section, Table, markdown_table, show_tables, write_page
 from .baselines import OURS
+from .environment import busy_machine
 
 CLOCKS = {
     "gpu": "GPU time (what the kernels cost)",
@@ -78,13 +79,9 @@ def tables(results: dict) -> list[Table]:
 
 def verdicts(results: dict) -> list[str]:
     """How often faster, same and slower, for each baseline and clock."""
-    lines = []
-    here = results["environment"]
-    if results["device"] == "cpu" and here["load"] > here["cores"] / 2:
-        lines.append(
-            f"BUSY MACHINE: load {here['load']} on {here['cores']} cores at the start; "
-            "other work makes these figures unsteady"
-        )
+    here, lines = results["environment"], []
+    if results["device"] == "cpu":
+        lines += busy_machine(here["load"], here["cores"])
     for clock in CLOCKS:
         for name in results["baselines"]:
             found = [

@@ -81,26 +81,27 @@ def amdahl(share: float, faster: float) -> float:
     return 1 / (1 - share + share / faster)
 
 
-def kinds(pieces: list[Piece], steps: int) -> dict[str, float]:
+def kinds(pieces: list[Piece]) -> dict[str, float]:
+    """Pieces, here and below: of one step all together."""
     found = dict.fromkeys(KINDS, 0.0)
     for piece in pieces:
-        found[piece.kind] += piece.us / steps
+        found[piece.kind] += piece.us
     return {kind: us for kind, us in found.items() if us}
 
 
 def conversions(pieces: list[Piece], steps: int) -> dict[str, tuple[float, float]]:
+    """By name, how many there are in one of `steps` that were recorded, and their time."""
     found: dict[str, tuple[float, float]] = {}
     for piece in pieces:
         if piece.kind == LAYOUT:
             count, us = found.get(piece.name, (0.0, 0.0))
-            found[piece.name] = (count + 1 / steps, us + piece.us / steps)
+            found[piece.name] = (count + 1 / steps, us + piece.us)
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
 def module_kinds(
     model: nn.Module,
     pieces: list[Piece],
-    steps: int,
     work: dict[str, Work],
     ceilings: Ceilings,
     dtype: str,
@@ -124,7 +125,7 @@ def module_kinds(
         )
         calls = sum(work[name].calls for name in own)
         example = modules[own[0]]
-        found.append(ModuleKind(kind.__name__, calls, us / steps, us / total, floor, example))
+        found.append(ModuleKind(kind.__name__, calls, us, us / total, floor, example))
     return sorted(found, key=lambda kind: -kind.us)
 
 

@@ -3,7 +3,9 @@
 import gzip
 import json
 import tempfile
+import time
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,20 +43,35 @@ class Work:
     operations: int = 0
 
 
-def record(subject, steps: int, device: str) -> tuple[list[Piece], list[tuple[float, float]], dict]:
-    """Pieces of all steps; when kernels ran, start and end in µs; and the trace for Perfetto."""
+@dataclass(frozen=True)
+class Recording:
+    pieces: list[Piece]
+    busy: list[tuple[float, float]]
+    """When kernels ran on the GPU, start and end in µs."""
+    us: float
+    """From the start of the first step to the end of the last, by the wall's clock."""
+    trace: dict
+    """For Perfetto."""
+
+
+def record(subject, steps: int, device: str, marked: bool) -> Recording:
+    """Several steps under torch's profiler. `marked`: every module's forward is a named range, so
+    that pieces know their modules; that costs time on the host."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
-    with _marks(subject.model):
-        with profile(activities=activities):
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    with _marks(subject.model) if marked else nullcontext():
+        with profile(activities=activities, acc_events=True):
             subject.step()  # the first recording starts the profiler itself
         with profile(activities=activities, acc_events=True) as recording:
+            wait()
+            begin = time.perf_counter()
             for _ in range(steps):
                 subject.step()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            wait()
+            us = (time.perf_counter() - begin) * 1e6
     events = recording.events()
     pieces = _kernels(events) if device == "cuda" else _operators(events)
-    return pieces, _busy(events), _trace(recording)
+    return Recording(pieces, _busy(events), us, _trace(recording))
 
 
 def count_work(subject) -> dict[str, Work]:

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from ..bench.environment import busy_machine
 from ..report import Plot, Section, Table, show_tables, write_page
 from .advice import advise
 from .analysis import Profile, amdahl
@@ -51,7 +52,10 @@ def _facts(profile: Profile) -> dict:
 def _lines(profile: Profile) -> list[str]:
     step = "forward and backward, no optimizer" if profile.train else "forward"
     low, high = profile.wall_spread
-    lines = [
+    here, lines = profile.environment, []
+    if profile.device == "cpu":
+        lines += busy_machine(here["load"], here["cores"])
+    lines += [
         f"A step ({step}) takes {_ms(profile.wall_us)} ms, half of them between {_ms(low)} and "
         f"{_ms(high)}, measured without the profiler."
     ]
@@ -123,10 +127,10 @@ def _tables(profile: Profile) -> list[Table]:
 
 def _advice(profile: Profile) -> Table:
     rows = [
-        [str(rank), item.what, f"{item.bound:.2f}x", item.why]
+        [str(rank), item.what, item.why, f"{item.bound:.2f}x"]
         for rank, item in enumerate(advise(profile), 1)
     ]
-    return Table("What to try first", ["", "try", "at most", "because"], rows, text_columns=4)
+    return Table("What to try first", ["", "try", "because", "at most"], rows, text_columns=3)
 
 
 def _plots(profile: Profile) -> list[Plot]:

@@ -2,15 +2,15 @@
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._usage import UsageError
 from ..bench import environment, floor
-from ..bench.measure import LoopTimer, interleave
+from ..bench.measure import LoopTimer, interleave, keep_memory
 from ..bench.statistics import summary
 from . import analysis
 from .model import make_subject
-from .record import count_work, record
+from .record import Recording, count_work, record
 
 _SECONDS = 3.0  # for the recorded steps together
 _MOST_STEPS = 5
@@ -32,26 +32,31 @@ class Options:
 def run(options: Options) -> analysis.Profile:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every missing GPU
     device = _device(options.device)
+    if device == "cpu":
+        keep_memory()
     settings = (options.train, options.amp, options.channels_last)
     subject = make_subject(options.model, options.inputs, device, *settings)
+    here = environment.describe(device)
     dtype = str(subject.dtype).removeprefix("torch.")
     ceilings = floor.measure_ceilings(device, {dtype})
 
     timer = LoopTimer(lambda _: subject.step(), 1, device)
     times = summary(interleave({"step": timer}, rounds=15, budget=_SECONDS)["step"])
     steps = max(1, min(_MOST_STEPS, round(_SECONDS * 1e6 / times["median"])))
-    work = count_work(subject)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the profiler, about itself
-        pieces, busy, trace = record(subject, steps, device)
-    if not pieces:
+        plain = record(subject, steps, device, marked=False)
+        marked = record(subject, steps, device, marked=True)
+    if not marked.pieces:
         raise UsageError(f"{options.model}: nothing to profile, no operator ran")
 
-    on_gpu = device == "cuda"
-    modules = analysis.module_kinds(subject.model, pieces, steps, work, ceilings, dtype)
+    work_us = _work_us(plain, times["median"], steps, device)
+    # Recorded operators take longer than others. What each is of all of them, is kept.
+    scale = work_us / sum(piece.us for piece in marked.pieces)
+    pieces = [replace(piece, us=piece.us * scale) for piece in marked.pieces]
     return analysis.Profile(
         command=environment.command(list(options.arguments)),
-        environment=environment.describe(device),
+        environment=here,
         model=options.model,
         device=device,
         train=options.train,
@@ -61,17 +66,22 @@ def run(options: Options) -> analysis.Profile:
         dtype=dtype,
         wall_us=times["median"],
         wall_spread=tuple(times["quartiles"]),
-        work_us=sum(end - start for start, end in busy) / steps
-        if on_gpu
-        else sum(piece.us for piece in pieces) / steps,
-        launches=len(pieces) / steps,
-        kinds=analysis.kinds(pieces, steps),
+        work_us=work_us,
+        launches=len(plain.pieces) / steps,
+        kinds=analysis.kinds(pieces),
         conversions=analysis.conversions(pieces, steps),
-        modules=modules,
-        outside_us=sum(piece.us for piece in pieces if not piece.modules) / steps,
-        gaps=analysis.gaps(busy, steps),
-        trace=trace,
+        modules=analysis.module_kinds(subject.model, pieces, count_work(subject), ceilings, dtype),
+        outside_us=sum(piece.us for piece in pieces if not piece.modules),
+        gaps=analysis.gaps(plain.busy, steps),
+        trace=marked.trace,
     )
+
+
+def _work_us(plain: Recording, wall_us: float, steps: int, device: str) -> float:
+    """Of a step of `wall_us`, the time in which a kernel or an operator runs."""
+    if device == "cuda":  # kernels take as long as ever under the profiler
+        return sum(end - start for start, end in plain.busy) / steps
+    return wall_us * sum(piece.us for piece in plain.pieces) / plain.us
 
 
 def _device(device: str) -> str:

@@ -1,8 +1,6 @@
 """Squeeze-and-Excitation: what is compared, with what, and what it costs at least."""
 
 import ctypes
-from functools import cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ from torch import Tensor
 import fusewise
 
 from ..accuracy import Expected, cut, pieces
+from ..naive import naive_library
 from .family import BOTH, Case, Family, Workload
 
 _LARGE = 1 << 27  # elements; above, references of half data are kept in fp32, to save tens of GB
@@ -200,21 +199,15 @@ def operations(case: Case, mode: str) -> int:
     return 6 * plane + 6 * product if mode == BOTH else 2 * plane + 2 * product
 
 
-@cache
-def _naive_library() -> ctypes.CDLL | None:
-    path = Path(fusewise.__file__).parent / "_lib" / "libfusewise_naive.so"
-    return ctypes.CDLL(str(path)) if path.is_file() else None
-
-
 def naive(case: Case, device: str):
     """A common first attempt, one thread a channel (benchmarks/naive), or why it is not there."""
     if device != "cuda":
         return "GPU only"
     if case.dtype not in (torch.float32, torch.float16):
         return f"not written for {case.dtype_name}"
-    if _naive_library() is None:
+    if naive_library(device) is None:
         return "not built"
-    launch = _naive_library().fusewise_naive_squeeze_excite_forward
+    launch = naive_library(device).fusewise_naive_squeeze_excite_forward
     launch.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int] * 3
     launch.argtypes += [ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
 
