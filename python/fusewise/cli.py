@@ -155,6 +155,7 @@ def _compare(chosen: argparse.Namespace) -> int:
 
 def _profile(chosen: argparse.Namespace) -> int:
     from . import profile
+    from .bench import progress
 
     _make_writable(chosen.out)
     options = profile.Options(
@@ -166,7 +167,11 @@ def _profile(chosen: argparse.Namespace) -> int:
         channels_last=chosen.channels_last,
         arguments=tuple(chosen.arguments),
     )
-    found = profile.run(options)
+    shown = progress.for_output()
+    try:
+        found = profile.run(options, shown)
+    finally:
+        shown.stop()
     profile.report.show(found)
     _say_written(profile.report.write(found, chosen.out))
     return 0

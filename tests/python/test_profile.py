@@ -2,10 +2,12 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import DeviceType
 
 import fusewise
 from fusewise import cli
@@ -78,6 +80,41 @@ def test_every_operator_finds_its_module(train):
     assert "traceName" not in trace
 
 
+def event(name, start=0, end=0, parent=None, kernels=(), gpu=False, annotation=False):
+    """As torch's profiler has it, with what a GPU would add."""
+    found = SimpleNamespace(name=name, cpu_parent=parent, is_user_annotation=annotation)
+    found.device_type = DeviceType.CUDA if gpu else DeviceType.CPU
+    found.time_range = SimpleNamespace(start=start, end=end)
+    found.kernels = [SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels]
+    found.scope, found.sequence_nr = 0, -1
+    return found
+
+
+def test_kernels_of_a_gpu():
+    """By operator, by name, and where no operator launched them; ranges are no work."""
+    mark = event("module: a (Conv2d)", annotation=True, kernels=[("module: a (Conv2d)", 30)])
+    conv = event("aten::conv2d", parent=mark)
+    kernels = [("nchwToNhwcKernel", 2), ("sm90_xmma_fprop", 10)]
+    inner = event("aten::cudnn_convolution", parent=conv, kernels=kernels)
+    events = [
+        mark,
+        conv,
+        inner,
+        event("module: a (Conv2d)", 0, 30, gpu=True, annotation=True),
+        event("nchwToNhwcKernel", 0, 2, gpu=True),
+        event("sm90_xmma_fprop", 2, 12, gpu=True),
+        event("triton_poi_fused_add_0", 20, 25, gpu=True),
+        event("Memset (Device)", 24, 26, gpu=True),
+    ]
+    assert record._kernels(events) == [
+        Piece(2, kinds.LAYOUT, "nchwToNhwcKernel", ("a",)),
+        Piece(10, kinds.CONVOLUTION, "sm90_xmma_fprop", ("a",)),
+        Piece(5, kinds.ELEMENTWISE, "triton_poi_fused_add_0", ()),
+        Piece(2, kinds.COPY, "Memset (Device)", ()),
+    ]
+    assert record._busy(events) == [(0, 12), (20, 26)]
+
+
 def test_hooks_are_gone_afterwards():
     it = subject(True)
     record.record(it, 1, "cpu", marked=True)
@@ -127,6 +164,14 @@ def test_work_is_counted_as_by_hand():
 )
 def test_kinds_of_work(operators, kernel, kind):
     assert kinds.kind_of(operators, kernel) == kind
+
+
+def test_conversions_are_named_without_their_template_arguments():
+    name = "void cudnn::ops::nchwToNhwcKernel<__half, __half, float>(cudnn::ops::params_t<float>)"
+    pieces = [Piece(2.0, kinds.LAYOUT, name, ()), Piece(3.0, kinds.LAYOUT, name, ())]
+    pieces.append(Piece(9.0, kinds.COPY, "aten::copy_", ()))
+    found = analysis.conversions(pieces, steps=2)
+    assert found == {"cudnn::ops::nchwToNhwcKernel": (1.0, 5.0)}
 
 
 def test_amdahl():

@@ -107,6 +107,6 @@ def test_the_exit_code_of_compare(tmp_path, capsys):
     assert cli.main(["compare", *paths]) == 0
     assert cli.main(["compare", *paths, "--fail"]) == 1
     assert cli.main(["compare", *reversed(paths), "--fail"]) == 0
-    assert "| b4-48x190 forward | worse | 2 | 3 | 0.667 | 0.667 to 0.667 | 1.000 |" in (
+    assert "| b4-48x190 forward | WORSE | 2 | 3 | 0.667 | 0.667 to 0.667 | 1.000 |" in (
         capsys.readouterr().out
     )

@@ -49,7 +49,8 @@ def read(path: Path, device: str, size: str, pattern: str | None = None) -> list
 
 
 def recast(cases: list[Case], dtype: str | None, layout: str | None) -> list[Case]:
-    """The cases in another dtype or layout, their names saying so; equal ones once."""
+    """The cases in another dtype or layout, their names saying so. Those that become equal are run
+    once, and count in their group as often as before."""
     found: dict[tuple, Case] = {}
     for case in cases:
         changed = replace(case, dtype_name=dtype or case.dtype_name, layout=layout or case.layout)
@@ -59,8 +60,11 @@ def recast(cases: list[Case], dtype: str | None, layout: str | None) -> list[Cas
             if new != old
         ]
         changed = replace(changed, name="@".join([case.name, *changes]))
-        same = (changed.family, changed.shape, changed.dtype_name, changed.layout)
-        found.setdefault((*same, tuple(changed.extra.items())), changed)
+        key = (changed.family, changed.shape, changed.dtype_name, changed.layout, changed.group)
+        key += tuple(changed.extra.items())
+        if key in found and changed.group:
+            found[key] = replace(found[key], count=found[key].count + changed.count)
+        found.setdefault(key, changed)
     return list(found.values())
 
 

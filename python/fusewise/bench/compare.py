@@ -64,6 +64,8 @@ def lines(compared: dict) -> list[str]:
         if said:
             counts = (f"{said.count(word)} {word}" for word in ("better", "same", "worse"))
             found.append(f"{clock} time: {', '.join(counts)}")
+    if names_of_worse := worse(compared):
+        found.append(f"WORSE: {', '.join(names_of_worse)}")
     return found
 
 
@@ -120,11 +122,12 @@ def _judge(change: Ratio, control: Ratio | None) -> dict:
 
 
 def _cells(found: dict) -> list[str]:
+    verdict = "WORSE" if found["verdict"] == "worse" else found["verdict"]
     if "said" in found:
-        return [f"{found['verdict']}: {found['said']}", "-", "-", "-", "-", "-"]
+        return [f"{verdict}: {found['said']}", "-", "-", "-", "-", "-"]
     change, control = found["change"], found["control"]
     return [
-        found["verdict"],
+        verdict,
         f"{found['old']:.4g}",
         f"{found['new']:.4g}",
         f"{change.value:.3f}",

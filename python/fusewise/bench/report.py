@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 from ..report import Section, Table, markdown_table, show_tables, write_page
@@ -100,11 +101,26 @@ def verdicts(results: dict) -> list[str]:
         for name in results["baselines"]
         if (losses := _losses(results, name, clock))
     ]
+    lines += _declined(results)
     failed = [row for row in results["rows"] if "failed" in row]
     lines += [f"NOT MEASURED: {one_line(row)}" for row in failed]
     if results["interrupted"]:
         lines.append("INTERRUPTED: what was done until then")
     return lines
+
+
+def _declined(results: dict) -> list[str]:
+    """Implementations that did not take a row, with the reasons, equal ones counted."""
+    reasons = Counter(
+        (row["family"], direction, name, reason)
+        for row in results["rows"]
+        for direction, choice in row.get("implementation", {}).items()
+        for name, reason in choice["declined"].items()
+    )
+    return [
+        f"{family} {direction}, {name} declined {count} of the rows: {reason}"
+        for (family, direction, name, reason), count in reasons.items()
+    ]
 
 
 def _losses(results: dict, name: str, clock: str) -> list[str]:
@@ -155,8 +171,16 @@ def _ceilings(results: dict):
 
 
 def _more_tables(results: dict) -> list[Table]:
-    """For the page alone: where the floor comes from, how near is right, and who declined."""
+    """For the page alone: intervals, where floors come from, how near is right, who declined."""
     rows = results["rows"]
+    ratios = [
+        [*names(row), name, clock, *_ratio_cells(ratio)]
+        for row in results["sums"] + rows
+        for name, clocks in row.get("against", {}).items()
+        for clock, ratio in clocks.items()
+    ]
+    header = ["case", "mode", "baseline", "time", "verdict", "ratio", "95 % from", "to"]
+    intervals = Table("Ratios with their intervals", header, ratios, text_columns=5)
     floors = [
         [
             *names(row),
@@ -173,7 +197,7 @@ def _more_tables(results: dict) -> list[Table]:
     ]
     header = ["case", "mode", "shape", "dtype", "layout", "MB", "million operations", "floor µs"]
     header += ["bound by", "nearest to its bound", "error", "allowed"]
-    found = [Table("Floors and correctness", header, floors, text_columns=5)]
+    found = [intervals, Table("Floors and correctness", header, floors, text_columns=5)]
     declined = [
         [*names(row), direction, choice["chosen"], name, reason]
         for row in rows
@@ -184,6 +208,11 @@ def _more_tables(results: dict) -> list[Table]:
         header = ["case", "mode", "direction", "ran", "declined", "because"]
         found.append(Table("Why others did not run", header, declined, text_columns=6))
     return found
+
+
+def _ratio_cells(ratio: dict) -> list[str]:
+    figures = (f"{value:.3f}" for value in (ratio["ratio"], *ratio["interval"]))
+    return [_word(ratio), *figures]
 
 
 def _check_cells(row: dict) -> list[str]:
@@ -235,8 +264,11 @@ def _ratio(row: dict, baseline: str, clock: str) -> str:
     if baseline not in row["against"]:
         return row["contenders"].get(baseline, {}).get("unavailable", "-")
     found = row["against"][baseline][clock]
-    verdict = "SLOWER" if found["verdict"] == "slower" else found["verdict"]
-    return f"{found['ratio']:.2f}x {verdict}"
+    return f"{found['ratio']:.2f}x {_word(found)}"
+
+
+def _word(ratio: dict) -> str:
+    return "SLOWER" if ratio["verdict"] == "slower" else ratio["verdict"]
 
 
 def _median(row: dict, name: str, clock: str) -> float:

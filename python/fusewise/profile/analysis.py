@@ -7,7 +7,7 @@ from torch import nn
 
 from ..bench.floor import Ceilings
 from ..bench.statistics import median
-from .kinds import KINDS, LAYOUT
+from .kinds import KINDS, LAYOUT, short_name
 from .record import Piece, Work
 
 # Wrappers that nobody would replace by something faster.
@@ -94,8 +94,9 @@ def conversions(pieces: list[Piece], steps: int) -> dict[str, tuple[float, float
     found: dict[str, tuple[float, float]] = {}
     for piece in pieces:
         if piece.kind == LAYOUT:
-            count, us = found.get(piece.name, (0.0, 0.0))
-            found[piece.name] = (count + 1 / steps, us + piece.us)
+            name = short_name(piece.name)
+            count, us = found.get(name, (0.0, 0.0))
+            found[name] = (count + 1 / steps, us + piece.us)
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 

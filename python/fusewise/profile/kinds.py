@@ -64,6 +64,11 @@ _ALONE = (
 )
 
 
+def short_name(kernel: str) -> str:
+    """Of a kernel without its template arguments and parameters; of an operator as it is."""
+    return re.split(r"[<(]", kernel.removeprefix("void "))[0]
+
+
 def kind_of(operators: list[str], kernel: str = "") -> str:
     """`operators` from the innermost outwards; `kernel` is empty on a CPU."""
     return (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from .._usage import UsageError
 from ..bench import environment, floor
 from ..bench.measure import LoopTimer, interleave, keep_memory
+from ..bench.progress import Progress
 from ..bench.statistics import summary
 from . import analysis
 from .model import make_subject
@@ -29,24 +30,33 @@ class Options:
     """The command line, to be written down."""
 
 
-def run(options: Options) -> analysis.Profile:
+def run(options: Options, progress: Progress) -> analysis.Profile:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every missing GPU
     device = _device(options.device)
     if device == "cpu":
         keep_memory()
+    progress.start(f"profiling {options.model}", 4)
+    progress.now("the model and its first step")
     settings = (options.train, options.amp, options.channels_last)
     subject = make_subject(options.model, options.inputs, device, *settings)
     here = environment.describe(device)
     dtype = str(subject.dtype).removeprefix("torch.")
+    progress.advance()
+    progress.now("the machine's own ceilings: copies and matrix products")
     ceilings = floor.measure_ceilings(device, {dtype})
 
+    progress.advance()
+    progress.now("steps without the profiler")
     timer = LoopTimer(lambda _: subject.step(), 1, device)
     times = summary(interleave({"step": timer}, rounds=15, budget=_SECONDS)["step"])
     steps = max(1, min(_MOST_STEPS, round(_SECONDS * 1e6 / times["median"])))
+    progress.advance()
+    progress.now("steps under the profiler")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the profiler, about itself
         plain = record(subject, steps, device, marked=False)
         marked = record(subject, steps, device, marked=True)
+    progress.advance()
     if not marked.pieces:
         raise UsageError(f"{options.model}: nothing to profile, no operator ran")
 
