@@ -30,6 +30,7 @@ def lines() -> list[str]:
             for name in _INSTRUCTION_SETS
             if name in (environment.cpu_field("flags") or "").split()
         ),
+        "instruction set in use": _in_use(),
         "gpu": ", ".join(map(_gpu, range(torch.cuda.device_count()))) or "none",
         "driver": environment.driver(),
     }
@@ -42,6 +43,12 @@ def lines() -> list[str]:
         for device in ["cpu"] + ["cuda"] * (not CUDA_MISSING and torch.cuda.is_available()):
             text += _implementations(family, device)
     return text
+
+
+def _in_use() -> str:
+    """The name of what the CPU's kernels were compiled for, as an implementation is called."""
+    sample = next(_samples(next(iter(FAMILIES.values())), "cpu"))
+    return fusewise.explain(sample)[0].chosen
 
 
 def _implementations(family: Family, device: str) -> list[str]:

@@ -111,6 +111,14 @@ def test_an_interrupt_keeps_what_was_done(monkeypatch):
     assert "INTERRUPTED" in report.markdown(results)
 
 
+def test_a_busy_machine_is_said_on_a_cpu_only():
+    results = gpu_results()
+    results["environment"]["load"] = 1.5
+    assert "BUSY" not in "".join(report.verdicts(results))
+    results["device"] = "cpu"
+    assert "BUSY MACHINE: others kept 1.5 of 2 cores busy" in report.verdicts(results)[0]
+
+
 def test_info_names_versions_and_implementations(capsys):
     assert cli.main(["info"]) == 0
     shown = capsys.readouterr().out

@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 import fusewise
 from fusewise import cli
 from fusewise.bench.floor import Ceilings
-from fusewise.profile import advice, analysis, kinds, model, record
+from fusewise.profile import advice, analysis, kinds, model, record, report
 from fusewise.profile.record import Piece, Work
 
 
@@ -212,6 +212,13 @@ def test_advice_is_ranked_by_what_it_may_bring():
     assert graph.bound == pytest.approx(2.5)
     assert compiled.bound == pytest.approx(4 / 3)
     assert operator.bound == pytest.approx(analysis.amdahl(0.2, 4))
+
+
+def test_idle_is_called_by_its_name():
+    times = {kinds.CONVOLUTION: 70.0}
+    assert "30% is idle: LAUNCH-BOUND" in report._lines(profile(**times))[1]
+    assert "10% is idle: not launch-bound" in report._lines(profile(wall=77.8, **times))[1]
+    assert "30% is idle: Python" in report._lines(profile(device="cpu", **times))[1]
 
 
 def test_advice_on_layouts():

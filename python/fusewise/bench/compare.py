@@ -2,7 +2,8 @@
 
 from ..report import Table
 from .baselines import OURS
-from .report import CLOCKS, names
+from .environment import busy_machine
+from .report import CLOCKS, names, us_text
 from .statistics import Ratio, ratio_of_sums
 
 # Two runs of the same code on a quiet machine differ by so much in their medians now and then.
@@ -18,6 +19,12 @@ def compare(old: dict, new: dict) -> dict:
         "rows": [_row(before[key], after[key]) for key in common],
         "only_old": [" ".join(names(before[key])) for key in before if key not in after],
         "only_new": [" ".join(names(after[key])) for key in after if key not in before],
+        "busy": [
+            f"the {when} run: {line}"
+            for when, results in (("old", old), ("new", new))
+            if results["device"] == "cpu"
+            for line in busy_machine(results["environment"])
+        ],
         "changed": {
             key: (old["environment"].get(key), new["environment"].get(key))
             for key in old["environment"] | new["environment"]
@@ -51,7 +58,7 @@ def tables(compared: dict) -> list[Table]:
 
 
 def lines(compared: dict) -> list[str]:
-    found = [
+    found = compared["busy"] + [
         f"other {key} than in the old run: {now}, then {then}; read the verdicts with care"
         for key, (then, now) in compared["changed"].items()
     ]
@@ -128,8 +135,8 @@ def _cells(found: dict) -> list[str]:
     change, control = found["change"], found["control"]
     return [
         verdict,
-        f"{found['old']:.4g}",
-        f"{found['new']:.4g}",
+        us_text(found["old"]),
+        us_text(found["new"]),
         f"{change.value:.3f}",
         f"{change.low:.3f} to {change.high:.3f}",
         f"{control.value:.3f}" if control else "-",

@@ -18,7 +18,7 @@ def describe(device: str) -> dict:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit() or "unknown",
         "cpu": cpu_model(),
-        "cores": cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "load": load(),
         "os": os_name(),
@@ -45,18 +45,12 @@ def load(seconds: float = 0.5) -> float:
     return round((busy() - before) / os.sysconf("SC_CLK_TCK") / seconds, 1)
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def busy_machine(load: float, cores: int) -> list[str]:
-    """A warning for figures that were taken on a CPU, where others use it."""
-    if load <= cores / 2:
+def busy_machine(environment: dict) -> list[str]:
+    """A warning for figures that were taken on a CPU, where others used it."""
+    others, cores = environment.get("load", 0), environment.get("cores", 1)
+    if others <= cores / 2:
         return []
-    return [
-        f"BUSY MACHINE: load {load} on {cores} cores at the start; other work makes these figures "
-        "unsteady"
-    ]
+    return [f"BUSY MACHINE: others kept {others} of {cores} cores busy; these figures are unsteady"]
 
 
 def commit() -> str | None:

@@ -55,7 +55,7 @@ def one_line(row: dict) -> str:
     if "failed" in row:
         return f"{name}: {row['failed']}"
     clock = main_clock(row)
-    parts = [f"{name}: {_us(_median(row, OURS, clock))} µs, {_share(row, clock)} of the floor"]
+    parts = [f"{name}: {us_text(_median(row, OURS, clock))} µs, {_share(row, clock)} of the floor"]
     parts += [f"against {name} {_ratio(row, name, clock)}" for name in row["against"]]
     return ", ".join(parts)
 
@@ -69,7 +69,7 @@ def tables(results: dict) -> list[Table]:
         if not rows:
             continue
         header = ["case", "mode", "implementation", "floor µs", "fusewise µs", "±", "of floor"]
-        header += [f"against {name}" for name in results["baselines"]]
+        header += [f"vs {name}" for name in results["baselines"]]
         on_gpu = clock == "gpu"
         if on_gpu:
             header += ["kernels, eager's", "peak MB, eager's"]
@@ -80,9 +80,7 @@ def tables(results: dict) -> list[Table]:
 
 def verdicts(results: dict) -> list[str]:
     """How often faster, same and slower, for each baseline and clock."""
-    here, lines = results["environment"], []
-    if results["device"] == "cpu":
-        lines += busy_machine(here["load"], here["cores"])
+    lines = busy_machine(results["environment"]) if results["device"] == "cpu" else []
     for clock in CLOCKS:
         for name in results["baselines"]:
             found = [
@@ -189,7 +187,7 @@ def _more_tables(results: dict) -> list[Table]:
             row["layout"],
             f"{row['floor']['bytes'] / 1e6:.3g}",
             f"{row['floor']['operations'] / 1e6:.3g}",
-            _us(row["floor"]["us"]),
+            us_text(row["floor"]["us"]),
             row["floor"]["bound"],
             *_check_cells(row),
         ]
@@ -233,13 +231,13 @@ def _counts_for(row: dict, clock: str, device: str) -> bool:
 
 def _cells(row: dict, clock: str, baselines: list[str], on_gpu: bool) -> list[str]:
     name, mode = names(row)
-    floor = _us(row["floor"]["us"])
+    floor = us_text(row["floor"]["us"])
     if "failed" in row:
         blank = ["-"] * (3 + len(baselines) + 2 * on_gpu)
         return [name, mode, row["failed"], floor, *blank]
     chosen = (choice["chosen"] for choice in row.get("implementation", {}).values())
     cells = [name, mode, " / ".join(dict.fromkeys(chosen)), floor]
-    cells += [_us(_median(row, OURS, clock)), _spread(row, clock), _share(row, clock)]
+    cells += [us_text(_median(row, OURS, clock)), _spread(row, clock), _share(row, clock)]
     cells += [_ratio(row, baseline, clock) for baseline in baselines]
     if on_gpu:
         cells.append(_ours_and_eagers(row, "kernels", "{:.0f}", 1))
@@ -279,5 +277,5 @@ def _share(row: dict, clock: str) -> str:
     return f"{row['floor']['us'] / _median(row, OURS, clock):.0%}"
 
 
-def _us(value: float) -> str:
+def us_text(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

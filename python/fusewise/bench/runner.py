@@ -74,6 +74,8 @@ def run(options: Options, progress: Progress) -> dict:
         _run(options, cases, results, progress)
     except KeyboardInterrupt:
         results["interrupted"] = True
+    here = results["environment"]
+    here["load"] = max(here["load"], environment.load())  # someone may have come meanwhile
     results["sums"] = list(sums(results["rows"], cases))
     return results
 

@@ -25,11 +25,11 @@ LESSONS: dict[str, Lesson] = {
 def run(name: str, device: str) -> Finding:
     """Measures and concludes, on the GPU where there is one if `device` is empty."""
     device = usable_device(device)
-    lesson, busy = LESSONS[name], []
+    here = environment.describe(device)
     if device == "cpu":
         keep_memory()
-        busy = environment.busy_machine(environment.load(), environment.cores())
-    found = lesson.conclude(lesson.measure(device), device)
+    found = LESSONS[name].conclude(LESSONS[name].measure(device), device)
+    busy = environment.busy_machine(here) if device == "cpu" else []
     return replace(found, lines=[*busy, *found.lines])
 
 

@@ -11,6 +11,7 @@ from .record import write_trace
 
 _FASTER = (2, 5, float("inf"))
 _SMALLEST_SHARE = 0.005
+_LAUNCH_BOUND = 0.2
 
 
 def show(profile: Profile) -> None:
@@ -52,9 +53,7 @@ def _facts(profile: Profile) -> dict:
 def _lines(profile: Profile) -> list[str]:
     step = "forward and backward, no optimizer" if profile.train else "forward"
     low, high = profile.wall_spread
-    here, lines = profile.environment, []
-    if profile.device == "cpu":
-        lines += busy_machine(here["load"], here["cores"])
+    lines = busy_machine(profile.environment) if profile.device == "cpu" else []
     lines += [
         f"A step ({step}) takes {_ms(profile.wall_us)} ms, half of them between {_ms(low)} and "
         f"{_ms(high)}, measured without the profiler."
@@ -64,11 +63,15 @@ def _lines(profile: Profile) -> list[str]:
         f"In {_ms(profile.work_us)} ms of it {who} run ({profile.launches:.0f} of them); "
         f"{profile.idle:.0%} is idle"
     )
-    if profile.device == "cuda":
-        said = "LAUNCH-BOUND" if profile.idle > 0.2 else "not launch-bound"
-        idle += f": {said}."
-    else:
+    if profile.device == "cpu":
         idle += ": Python between the operators."
+    elif profile.idle > _LAUNCH_BOUND:
+        idle += (
+            ": LAUNCH-BOUND. Until the GPU is kept busy, faster kernels change little, and the "
+            "bounds below hold only after that."
+        )
+    else:
+        idle += ": not launch-bound."
     lines.append(idle)
     if profile.gaps:
         gaps = profile.gaps

@@ -48,6 +48,7 @@ def show_tables(tables: list[Table], lines: list[str]) -> None:
 
 
 def _show_rich(tables: list[Table], lines: list[str]) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -55,9 +56,11 @@ def _show_rich(tables: list[Table], lines: list[str]) -> None:
     console = Console()
     styles = {"bad": "bold red", "good": "green", "": ""}
     for table in tables:
-        shown = RichTable(title=table.title, title_justify="left")
+        shown = RichTable(title=table.title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
         for i, name in enumerate(table.header):
-            shown.add_column(name, justify="left" if i < table.text_columns else "right")
+            # Where the terminal is narrow others break their lines; the first says which row it is.
+            justify = "left" if i < table.text_columns else "right"
+            shown.add_column(name, justify=justify, no_wrap=i == 0, overflow="fold")
         for row in table.rows:
             shown.add_row(*(Text(cell, styles[tone(cell)]) for cell in row))
         console.print(shown)
