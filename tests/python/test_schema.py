@@ -36,6 +36,10 @@ def test_what_is_written_is_read_back(tmp_path):
         (lambda r: r["rows"][0]["shape"].append("4"), "rows[0].shape[4] is '4'"),
         (lambda r: r.update(rows={}), "rows is not a list"),
         (
+            lambda r: r["rows"][4]["contenders"]["eager"]["gpu"]["samples"].clear(),
+            "rows[4].contenders.eager.gpu.samples are no times",
+        ),
+        (
             lambda r: r["rows"][0]["contenders"]["eager"].update(gpu=3.0),
             "rows[0].contenders.eager.gpu is not an object",
         ),

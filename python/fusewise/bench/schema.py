@@ -95,7 +95,18 @@ def read(path: Path) -> dict:
 
 def problem(results: dict) -> str:
     """The first field that is not as it should be, by its path; empty where all are."""
-    return _problem(results, _RESULTS, "")
+    return _problem(results, _RESULTS, "") or _untimed(results["rows"])
+
+
+def _untimed(rows: list[dict]) -> str:
+    """Ratios need times above zero, and more than one for an interval."""
+    for i, row in enumerate(rows):
+        for name, contender in row.get("contenders", {}).items():
+            for clock in contender.keys() & {"wall", "gpu"}:
+                samples = contender[clock]["samples"]
+                if len(samples) < 2 or min(samples) <= 0:
+                    return f"rows[{i}].contenders.{name}.{clock}.samples are no times"
+    return ""
 
 
 def _problem(value, form, path: str) -> str:
