@@ -109,7 +109,7 @@ def test_kernels_of_a_gpu():
     assert record._kernels(events) == [
         Piece(2, kinds.LAYOUT, "nchwToNhwcKernel", ("a",)),
         Piece(10, kinds.CONVOLUTION, "sm90_xmma_fprop", ("a",)),
-        Piece(5, kinds.ELEMENTWISE, "triton_poi_fused_add_0", ()),
+        Piece(5, kinds.COMPILED, "triton_poi_fused_add_0", ()),
         Piece(2, kinds.COPY, "Memset (Device)", ()),
     ]
     assert record._busy(events) == [(0, 12), (20, 26)]
@@ -159,11 +159,23 @@ def test_work_is_counted_as_by_hand():
         (["aten::cudnn_convolution"], "sm90_xmma_fprop_implicit_gemm_f16f16", kinds.CONVOLUTION),
         (["aten::copy_"], "Memcpy DtoD (Device -> Device)", kinds.COPY),
         ([], "sm90_xmma_gemm_f16f16_f16f32", kinds.PRODUCT),
-        ([], "triton_poi_fused_add_relu_0", kinds.ELEMENTWISE),
+        ([], "triton_poi_fused_add_relu_0", kinds.COMPILED),
+        (["## Call CompiledFxGraph abc ##"], "triton_red_fused_0", kinds.COMPILED),
     ],
 )
 def test_kinds_of_work(operators, kernel, kind):
     assert kinds.kind_of(operators, kernel) == kind
+
+
+def test_a_conversion_on_a_cpu_is_named_by_who_wanted_it():
+    conv = event("aten::conv2d")
+    contiguous = event("aten::contiguous", parent=conv)
+    copy = event("aten::copy_", parent=event("aten::clone", parent=contiguous))
+    events = [conv, contiguous, copy]
+    for us, each in enumerate(events, 1):
+        each.self_cpu_time_total = us
+    found = analysis.conversions(record._operators(events), steps=1)
+    assert found == {"aten::contiguous in aten::conv2d": (1.0, 5.0)}
 
 
 def test_conversions_are_named_without_their_template_arguments():
@@ -178,6 +190,7 @@ def test_amdahl():
     assert analysis.amdahl(0.5, 2) == pytest.approx(4 / 3)
     assert analysis.amdahl(0.1, float("inf")) == pytest.approx(1 / 0.9)
     assert analysis.amdahl(0.0, 5) == 1
+    assert analysis.amdahl(1.0, float("inf")) == float("inf")
 
 
 def test_gaps():
@@ -260,6 +273,28 @@ def test_a_class_inside_itself_counts_once():
     (found,) = analysis.module_kinds(whole, pieces, work, ceilings, "float32")
     assert (found.name, found.calls, found.us, found.share) == ("Unit", 2, 6.0, 0.6)
     assert found.floor_us == pytest.approx(100.0)
+
+
+COMPILED = """
+import torch
+net = torch.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), backend="eager")
+"""
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (COMPILED, "a compiled model hides its own"),
+        ("import torch\nnet = torch.nn.Linear(4, 4)", "| Linear | 1 |"),
+    ],
+)
+def test_models_without_visible_parts(tmp_path, monkeypatch, capsys, text, said):
+    monkeypatch.chdir(tmp_path)
+    module = f"model_in_{tmp_path.name}"  # another for each test: imports are kept
+    (tmp_path / f"{module}.py").write_text(text)
+    command = ["profile", f"{module}:net", "--input", "3,4", "--device", "cpu", "--out", "out"]
+    assert cli.main(command) == 0
+    assert said in capsys.readouterr().out
 
 
 MINE = """

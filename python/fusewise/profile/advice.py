@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .analysis import Profile, amdahl
-from .kinds import CONVOLUTION, COPY, ELEMENTWISE, LAYOUT, NORMALISATION, PRODUCT
+from .kinds import COMPILED, CONVOLUTION, COPY, ELEMENTWISE, LAYOUT, NORMALISATION, PRODUCT
 
 _WORTH = 1.03  # a bound below is not worth a try
 _SQUEEZE_EXCITE = ("SqueezeExcitation", "SqueezeExcite", "SEModule")
@@ -86,6 +86,8 @@ def _operators(profile: Profile):
 
 
 def _compile(profile: Profile):
+    if COMPILED in profile.kinds:
+        return
     share = _share(profile, ELEMENTWISE, NORMALISATION, COPY)
     yield Advice(
         "torch.compile",

@@ -78,7 +78,8 @@ class Profile:
 
 def amdahl(share: float, faster: float) -> float:
     """How many times as fast the whole gets when a share of it gets `faster` times as fast."""
-    return 1 / (1 - share + share / faster)
+    left = 1 - share + share / faster
+    return 1 / left if left > 0 else float("inf")
 
 
 def kinds(pieces: list[Piece]) -> dict[str, float]:
@@ -96,7 +97,7 @@ def conversions(pieces: list[Piece], steps: int) -> dict[str, tuple[float, float
         if piece.kind == LAYOUT:
             name = short_name(piece.name)
             count, us = found.get(name, (0.0, 0.0))
-            found[name] = (count + 1 / steps, us + piece.us)
+            found[name] = (count + piece.counts / steps, us + piece.us)
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
@@ -107,7 +108,8 @@ def module_kinds(
     ceilings: Ceilings,
     dtype: str,
 ) -> list[ModuleKind]:
-    """By class, the longest first. A class inside itself counts once."""
+    """By class, the longest first; the model itself only where it has no parts. A class inside
+    itself counts once."""
     modules = dict(model.named_modules())
     total = sum(piece.us for piece in pieces)
     times: dict[type, float] = defaultdict(float)
@@ -116,7 +118,7 @@ def module_kinds(
             times[kind] += piece.us
     found = []
     for kind, us in times.items():
-        if kind is type(model) or kind in _CONTAINERS:
+        if kind in _CONTAINERS or (kind is type(model) and len(modules) > 1):
             continue
         own = [name for name, module in modules.items() if type(module) is kind and name in work]
         outermost = [name for name in own if not _inside(name, kind, modules)]

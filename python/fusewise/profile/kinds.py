@@ -11,6 +11,7 @@ REDUCTION = "reduction"
 COPY = "copies and casts"
 LAYOUT = "layout conversion"
 FUSEWISE = "fusewise"
+COMPILED = "compiled"
 OTHER = "other"
 
 KINDS = (
@@ -23,6 +24,7 @@ KINDS = (
     COPY,
     LAYOUT,
     FUSEWISE,
+    COMPILED,
     OTHER,
 )
 
@@ -41,7 +43,10 @@ _OPERATORS = (
     (LAYOUT, r"aten::contiguous|mkldnn_reorder|to_mkldnn|_to_dense"),
     (COPY, r"aten::(copy_|clone|_to_copy|cat|stack|zero_|fill_|index|pad|constant_pad_nd|roll)$"),
     (CONVOLUTION, r"conv"),
-    (PRODUCT, r"aten::(mm|addmm|bmm|baddbmm|matmul|linear|addmv|mv|dot|einsum)|attention"),
+    (
+        PRODUCT,
+        r"aten::(mm|addmm|bmm|baddbmm|matmul|linear|addmv|mv|dot|einsum)|attention|_rnn|lstm|gru",
+    ),
     (NORMALISATION, r"norm"),
     (POOLING, r"pool|interpolate|upsample"),
     (REDUCTION, r"softmax|aten::(mean|sum|amax|max|min|argmax|var|std|cumsum|nll_loss|cross_ent)"),
@@ -52,6 +57,7 @@ _OPERATORS = (
         r"|clamp|where|masked_fill|dropout|native_dropout|bernoulli|lerp|reciprocal|erf|sin|cos"
         r"|eq|ne|lt|gt|le|ge|logical|bitwise|maximum|minimum|floor|round)",
     ),
+    (COMPILED, r"CompiledF|Torch-Compiled"),
 )
 # Kernels that no operator of torch launched: those of compilers and of others' libraries.
 _ALONE = (
@@ -60,7 +66,8 @@ _ALONE = (
     (NORMALISATION, r"batch_norm|layer_norm|bn_fw|bn_bw"),
     (POOLING, r"pool"),
     (REDUCTION, r"reduce"),
-    (ELEMENTWISE, r"elementwise|^triton_"),
+    (ELEMENTWISE, r"elementwise"),
+    (COMPILED, r"^triton_"),
 )
 
 

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
-from .kinds import kind_of
+from .kinds import LAYOUT, kind_of
 
 _MARK = "module: "
 _ENGINE = "autograd::engine::evaluate_function"
@@ -32,6 +32,8 @@ class Piece:
     """Of the operator, or of the kernel."""
     modules: tuple[str, ...]
     """Names of the modules that it ran for, the innermost first; empty where that is unknown."""
+    counts: bool = True
+    """Whether it is a piece of work of its kind by itself, not a part of one."""
 
 
 @dataclass
@@ -145,11 +147,17 @@ class _marks:
 
 def _operators(events) -> list[Piece]:
     modules = _module_finder(events)
-    return [
-        Piece(event.self_cpu_time_total, kind_of(chain), chain[0], modules(event))
-        for event in events
-        if event.device_type == DeviceType.CPU and (chain := _chain(event))
-    ]
+    found = []
+    for event in events:
+        if event.device_type != DeviceType.CPU or not (chain := _chain(event)):
+            continue
+        kind, name = kind_of(chain), chain[0]
+        if kind == LAYOUT:  # copies inside of it say nothing; who wanted it does
+            converting = next(name for name in chain if kind_of([name]) == LAYOUT)
+            name = f"{converting} in {chain[-1]}" if converting != chain[-1] else converting
+        counts = kind_of(chain[:1]) == kind
+        found.append(Piece(event.self_cpu_time_total, kind, name, modules(event), counts))
+    return found
 
 
 def _kernels(events) -> list[Piece]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..bench.environment import busy_machine
 from ..report import Plot, Section, Table, show_tables, write_page
 from .advice import advise
-from .analysis import Profile, amdahl
+from .analysis import ModuleKind, Profile, amdahl
 from .record import write_trace
 
 _FASTER = (2, 5, float("inf"))
@@ -79,11 +79,14 @@ def _lines(profile: Profile) -> list[str]:
             f"Gaps between kernels, under the profiler: {gaps.count:.0f} a step, half of them "
             f"below {gaps.median_us:.1f} µs, the longest {gaps.largest_us:.0f} µs."
         )
-    lines.append(
-        f"Bounds are Amdahl's, 1 / (1 - s + s / k), of the {_ms(profile.work_us)} ms in which "
-        f"{who} run; {_ms(profile.outside_us)} ms of them belong to no module. A class's time "
-        "has its inner modules in it, so the shares add up to more than 100 %."
-    )
+    if profile.modules:
+        lines.append(
+            f"Bounds are Amdahl's, 1 / (1 - s + s / k), of the {_ms(profile.work_us)} ms in which "
+            f"{who} run; {_ms(profile.outside_us)} ms of them belong to no module. A class's time "
+            "has its inner modules in it, so the shares add up to more than 100 %."
+        )
+    else:
+        lines.append("No module inside of the model was seen: a compiled model hides its own.")
     return lines
 
 
@@ -101,25 +104,20 @@ def _tables(profile: Profile) -> list[Table]:
     ]
     header = ["class", "calls", "ms a step", "share", "floor ms", "of floor"]
     header += [f"whole, if {k:g}x as fast" for k in _FASTER[:-1]] + ["whole, if free"]
-    found.append(
-        Table(
-            "Kinds of modules",
-            header,
-            [
-                [
-                    kind.name,
-                    str(kind.calls),
-                    _ms(kind.us),
-                    f"{kind.share:.1%}",
-                    _ms(kind.floor_us),
-                    f"{kind.floor_us / kind.us:.0%}",
-                    *(f"{amdahl(kind.share, k):.2f}x" for k in _FASTER),
-                ]
-                for kind in profile.modules
-                if kind.share >= _SMALLEST_SHARE
-            ],
-        )
-    )
+    rows = [
+        [
+            kind.name,
+            str(kind.calls),
+            _ms(kind.us),
+            f"{kind.share:.1%}",
+            _ms(kind.floor_us),
+            f"{kind.floor_us / kind.us:.0%}",
+            *(_times(amdahl(kind.share, k)) for k in _FASTER),
+        ]
+        for kind in _shown(profile)
+    ]
+    if rows:
+        found.append(Table("Kinds of modules", header, rows))
     if profile.conversions:
         rows = [
             [name, f"{count:.1f}", _ms(us)] for name, (count, us) in profile.conversions.items()
@@ -128,9 +126,13 @@ def _tables(profile: Profile) -> list[Table]:
     return found
 
 
+def _shown(profile: Profile) -> list[ModuleKind]:
+    return [kind for kind in profile.modules if kind.share >= _SMALLEST_SHARE]
+
+
 def _advice(profile: Profile) -> Table:
     rows = [
-        [str(rank), item.what, item.why, f"{item.bound:.2f}x"]
+        [str(rank), item.what, item.why, _times(item.bound)]
         for rank, item in enumerate(advise(profile), 1)
     ]
     return Table("What to try first", ["", "try", "because", "at most"], rows, text_columns=3)
@@ -145,8 +147,6 @@ def _plots(profile: Profile) -> list[Plot]:
     pyplot.close("all")
     work = dict(sorted(profile.kinds.items(), key=lambda item: -item[1]))
     idle = {"idle": max(0.0, profile.wall_us - profile.work_us)}
-    modules = {kind.name: kind.us for kind in profile.modules if kind.share >= _SMALLEST_SHARE}
-    floors = [kind.floor_us for kind in profile.modules if kind.share >= _SMALLEST_SHARE]
 
     def bars(values: dict[str, float]):
         figure, axes = pyplot.subplots(figsize=(9, 1 + 0.34 * len(values)))
@@ -160,20 +160,22 @@ def _plots(profile: Profile) -> list[Plot]:
         axes.set_xlabel("ms a step; in per cent of the wall time")
         return figure, axes
 
-    kinds_figure, _ = bars(work | idle)
-    modules_figure, axes = bars(modules)
-    for place, floor in enumerate(floors):
-        axes.plot([floor / 1e3] * 2, [place - 0.4, place + 0.4], color="#d9822b", linewidth=2)
-    for figure in (kinds_figure, modules_figure):
-        figure.tight_layout()
-    return [
-        Plot("kinds", "What a step does, and how long it does nothing.", kinds_figure),
-        Plot(
-            "modules",
-            "Time by class of module, inner modules included; the orange line is the floor.",
-            modules_figure,
-        ),
-    ]
+    figure, _ = bars(work | idle)
+    found = [Plot("kinds", "What a step does, and how long it does nothing.", figure)]
+    if shown := _shown(profile):
+        figure, axes = bars({kind.name: kind.us for kind in shown})
+        for place, kind in enumerate(shown):
+            ends = [place - 0.4, place + 0.4]
+            axes.plot([kind.floor_us / 1e3] * 2, ends, color="#d9822b", linewidth=2)
+        caption = "Time by class of module, inner modules included; the orange line is the floor."
+        found.append(Plot("modules", caption, figure))
+    for plot in found:
+        plot.figure.tight_layout()
+    return found
+
+
+def _times(bound: float) -> str:
+    return f"{bound:.2f}x" if bound < 1000 else "-"
 
 
 def _ms(us: float) -> str:
