@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .._usage import UsageError
+from ..bench.families.family import DTYPES
 
 _DEFAULT_INPUT = "1,3,224,224"
 # Where the half type of autocast is fast: fp16 is not on CPUs.
@@ -37,7 +38,7 @@ def make_subject(spec: str, inputs: tuple[str, ...], device: str, train, amp, ch
     subject = Subject(
         model,
         _step(model, values, device, train, amp),
-        AMP_DTYPES[device] if amp else next(map(_dtype, model.parameters()), torch.float32),
+        AMP_DTYPES[device] if amp else _dtype(model),
     )
     try:
         subject.step()
@@ -131,8 +132,10 @@ def _step(model: nn.Module, values: list[Tensor], device: str, train: bool, amp:
     return step
 
 
-def _dtype(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype
+def _dtype(model: nn.Module) -> torch.dtype:
+    """In which it mostly computes, of those whose rate can be measured."""
+    found = (p.dtype for p in model.parameters() if str(p.dtype).removeprefix("torch.") in DTYPES)
+    return next(found, torch.float32)
 
 
 def first_line(error: BaseException) -> str:

@@ -4,6 +4,8 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 
+import torch
+
 from .._usage import UsageError
 from ..bench import environment, floor
 from ..bench.measure import LoopTimer, interleave, keep_memory
@@ -58,7 +60,10 @@ def run(options: Options, progress: Progress) -> analysis.Profile:
         marked = record(subject, steps, device, marked=True)
     progress.advance()
     if not marked.pieces:
-        raise UsageError(f"{options.model}: nothing to profile, no operator ran")
+        raise UsageError(
+            f"{options.model}: nothing was recorded; does it compute anything, and on a GPU, may "
+            "this user read its performance counters?"
+        )
 
     work_us = _work_us(plain, times["median"], steps, device)
     # Recorded operators take longer than others. What each is of all of them, is kept.
@@ -96,8 +101,6 @@ def _work_us(plain: Recording, wall_us: float, steps: int, device: str) -> float
 
 def _device(device: str) -> str:
     """Any model may be profiled where torch has a GPU, with or without fusewise's kernels."""
-    import torch
-
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: no GPU was found; --device cpu profiles on the CPU")
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
