@@ -117,6 +117,8 @@ def test_a_busy_machine_is_said_on_a_cpu_only():
     assert "BUSY" not in "".join(report.verdicts(results))
     results["device"] = "cpu"
     assert "BUSY MACHINE: others kept 1.5 of 2 cores busy" in report.verdicts(results)[0]
+    results["environment"]["load"] = 0.4
+    assert "BUSY" not in "".join(report.verdicts(results))
 
 
 def test_info_names_versions_and_implementations(capsys):

@@ -48,7 +48,7 @@ def load(seconds: float = 0.5) -> float:
 def busy_machine(environment: dict) -> list[str]:
     """A warning for figures that were taken on a CPU, where others used it."""
     others, cores = environment.get("load", 0), environment.get("cores", 1)
-    if others <= cores / 2:
+    if others <= cores / 4:
         return []
     return [f"BUSY MACHINE: others kept {others} of {cores} cores busy; these figures are unsteady"]
 

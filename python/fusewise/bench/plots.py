@@ -114,8 +114,8 @@ def _sizes(results: dict, rows: list[dict], clock: str):
                 if clock in row["contenders"].get(name, {})
             ]
             if points:
-                style = {"marker": _MARKERS[name], "color": _COLOURS[name]}
-                axes.scatter(*zip(*points, strict=True), s=22, label=name, **style)
+                style = {"marker": _MARKERS[name], "color": _COLOURS[name], "s": 22, "label": name}
+                axes.scatter(*zip(*points, strict=True), zorder=3 if name == OURS else 2, **style)
         ends = [pick(row["floor"]["bytes"] for row in single) for pick in (min, max)]
         floor = [end / bandwidth * 1e6 for end in ends]
         axes.plot([end / 1e6 for end in ends], floor, "k--", linewidth=1, label="floor")

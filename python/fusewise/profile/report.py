@@ -55,8 +55,8 @@ def _lines(profile: Profile) -> list[str]:
     low, high = profile.wall_spread
     lines = busy_machine(profile.environment) if profile.device == "cpu" else []
     lines += [
-        f"A step ({step}) takes {_ms(profile.wall_us)} ms, half of them between {_ms(low)} and "
-        f"{_ms(high)}, measured without the profiler."
+        f"A step ({step}) takes {_ms(profile.wall_us)} ms, half of the steps between {_ms(low)} "
+        f"and {_ms(high)}, measured without the profiler."
     ]
     who = "kernels" if profile.device == "cuda" else "operators"
     idle = (
@@ -95,14 +95,14 @@ def _tables(profile: Profile) -> list[Table]:
     found = [
         Table(
             "Kinds of work",
-            ["kind", "ms a step", "share"],
+            ["kind", "ms a step", "share of work"],
             [
                 [kind, _ms(us), f"{us / total:.1%}"]
                 for kind, us in sorted(profile.kinds.items(), key=lambda item: -item[1])
             ],
         )
     ]
-    header = ["class", "calls", "ms a step", "share", "floor ms", "of floor"]
+    header = ["class", "calls", "ms a step", "share of work", "floor ms", "of floor"]
     header += [f"whole, if {k:g}x as fast" for k in _FASTER[:-1]] + ["whole, if free"]
     rows = [
         [
