@@ -74,4 +74,4 @@ gpu-soak:  ## on a GPU, after `make gpu`: a million calls with flat memory
 	PYTHONPATH="python:$${PYTHONPATH:-}" $(gpu_python) tools/soak.py
 
 clean:  ## remove what was built and measured; .venv stays
-	rm -rf build dist bench-results gpu-results python/fusewise/_lib/*.so
+	rm -rf build dist bench-results gpu-results profile-results python/fusewise/_lib/*.so

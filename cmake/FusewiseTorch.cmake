@@ -53,11 +53,19 @@ else()
   file(REMOVE ${library_dir}/libfusewise_torch_cuda.so ${library_dir}/libfusewise_naive.so)
 endif()
 
-# For the benchmark: its cases, and the naive kernel that it shows as a baseline.
+# For the benchmark and the lessons: cases, and the naive kernels that they show as baselines.
 install(DIRECTORY benchmarks/cases DESTINATION fusewise/bench)
+
+function(fusewise_naive_library name)
+  add_library(${name} MODULE ${ARGN})
+  target_link_libraries(${name} PRIVATE fusewise_options)
+  set_target_properties(${name} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${library_dir})
+  install(TARGETS ${name} LIBRARY DESTINATION fusewise/_lib)
+endfunction()
+
+fusewise_naive_library(fusewise_naive_cpu benchmarks/naive/gemm.cpp)
 if(FUSEWISE_WITH_CUDA)
-  add_library(fusewise_naive MODULE benchmarks/naive/squeeze_excite.cu)
-  target_link_libraries(fusewise_naive PRIVATE fusewise_options CUDA::cudart_static)
-  set_target_properties(fusewise_naive PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${library_dir})
-  install(TARGETS fusewise_naive LIBRARY DESTINATION fusewise/_lib)
+  fusewise_naive_library(fusewise_naive
+    benchmarks/naive/gemm.cu benchmarks/naive/squeeze_excite.cu)
+  target_link_libraries(fusewise_naive PRIVATE CUDA::cudart_static)
 endif()

@@ -13,8 +13,10 @@ from pathlib import Path
 # torch brings these; a copy of our own would be a second one in the process.
 FOREIGN = re.compile(r"lib(torch|c10|cu(da|blas|dnn|fft|rand|sparse|solver)|nv|python)")
 NEEDED = (
+    "fusewise/_lib/libfusewise_naive_cpu.so",
     "fusewise/_lib/libfusewise_torch.so",
     "fusewise/bench/cases/squeeze_excite.json",
+    "fusewise/report/page.html",
     "fusewise/py.typed",
 )
 

@@ -18,24 +18,34 @@ command -v g++ >/dev/null || fail "no g++ found; on Debian: apt-get install g++"
 gxx=$(g++ -dumpfullversion)
 [ "${gxx%%.*}" -ge 12 ] || fail "g++ $gxx is too old; g++ 12 or newer is needed"
 
-# GoogleTest is a system package: the one thing that does not come from Python packages.
-has_gtest() { echo '#include <gtest/gtest.h>' | g++ -E -x c++ - >/dev/null 2>&1; }
-if ! has_gtest && command -v apt-get >/dev/null; then
+# System packages: all that does not come from Python packages.
+install() {
+  command -v apt-get >/dev/null || return 0
+  local as_root
   if [ "$(id -u)" = 0 ]; then
     as_root=()
   elif sudo -n true 2>/dev/null; then
     as_root=(sudo -n)
+  else
+    return 0
   fi
-  if [ -v as_root ]; then
-    echo "setup: installing libgtest-dev"
-    { "${as_root[@]}" apt-get update -qq &&
-      "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends libgtest-dev; } || true
-  fi
-fi
+  echo "setup: installing $1"
+  { "${as_root[@]}" apt-get update -qq &&
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$1"; } || true
+}
+
+has_gtest() { echo '#include <gtest/gtest.h>' | g++ -E -x c++ - >/dev/null 2>&1; }
+has_gtest || install libgtest-dev
 if ! has_gtest; then
   [ "${CI:-}" != true ] || fail "CI needs GoogleTest: apt-get install libgtest-dev"
   echo "setup: GoogleTest is missing, C++ tests will be SKIPPED; to have them: apt-get install libgtest-dev"
 fi
+
+# A browser is much to install for a few tests: only CI does it unasked.
+has_chromium() { command -v chromium chromium-browser >/dev/null; }
+if ! has_chromium && [ "${CI:-}" = true ]; then install chromium; fi
+has_chromium ||
+  echo "setup: no Chromium, tests of the HTML pages will be SKIPPED; to have them: apt-get install chromium"
 
 "$python" -m venv .venv
 .venv/bin/python -m pip install --disable-pip-version-check -r requirements-dev.txt

@@ -1,4 +1,4 @@
-"""The command `fusewise`."""
+"""The command `fusewise`. What a command does lives in its own package, imported when it runs."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from . import __version__
+from ._usage import UsageError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -17,13 +18,48 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
+    chosen = _parser().parse_args(arguments)
+    chosen.arguments = arguments
+    try:
+        return chosen.run(chosen)
+    except UsageError as error:
+        if chosen.debug:
+            raise
+        print(f"fusewise {chosen.command}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print(f"fusewise {chosen.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> _Parser:
     parser = _Parser(prog="fusewise", description="Fused neural-network operators for PyTorch.")
     parser.add_argument("--version", action="version", version=f"fusewise {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    bench = commands.add_parser("bench", help="check and measure against PyTorch")
+    def command(name: str, run, help: str) -> _Parser:
+        added = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        added.set_defaults(run=run)
+        added.add_argument("--debug", action="store_true", help="show where an error came from")
+        return added
+
+    def device(added: _Parser) -> None:
+        added.add_argument(
+            "--device", choices=("cpu", "cuda"), help="without: the GPU if there is one"
+        )
+
+    def out(added: _Parser, default: str, what: str) -> None:
+        added.add_argument(
+            "--out", type=Path, default=Path(default), metavar="DIR",
+            help=f"where {what} go ({default})",
+        )  # fmt: skip
+
+    bench = command("bench", _bench, "check and measure against PyTorch")
     bench.add_argument("family", nargs="*", metavar="FAMILY", help="operators; without: all")
-    bench.add_argument("--device", choices=("cpu", "cuda"), help="without: the GPU if there is one")
+    bench.add_argument("--cases", type=Path, metavar="FILE", help="measure the cases of this file")
+    device(bench)
+    bench.add_argument("--dtype", metavar="NAME", help="run every case in this dtype")
+    bench.add_argument("--layout", metavar="NAME", help="contiguous or channels_last, every case")
     size = bench.add_mutually_exclusive_group()
     size.add_argument(
         "--quick", dest="size", action="store_const", const="quick", default="quick",
@@ -35,59 +71,155 @@ def main(arguments: list[str] | None = None) -> int:
         help="eager, compile or naive; may be given several times; without: all",
     )  # fmt: skip
     bench.add_argument("--filter", metavar="TEXT", help="only cases whose name has or matches TEXT")
-    bench.add_argument(
-        "--out", type=Path, default=Path("bench-results"), metavar="DIR",
-        help="where results.json, summary.md and speedup.png go (bench-results)",
+    out(bench, "bench-results", "results.json, summary.md, report.html and the plots")
+
+    compare = command("compare", _compare, "two results.json: what became better or worse")
+    compare.add_argument("old", type=Path, metavar="OLD.json")
+    compare.add_argument("new", type=Path, metavar="NEW.json")
+    compare.add_argument("--fail", action="store_true", help="exit code 1 where a case is worse")
+
+    profile = command("profile", _profile, "where the time of a model goes, and what to try first")
+    profile.add_argument(
+        "model", metavar="MODULE:FACTORY",
+        help="what makes the model, as in my.models:net, torchvision:resnet50, timm:resnet50",
     )  # fmt: skip
-    commands.add_parser("info", help="versions, hardware and implementations, for bug reports")
+    profile.add_argument(
+        "--input", action="append", metavar="SIZES",
+        help="sizes of an input, 1,3,224,224 if none is given; 8,128:int64 for numbers of tokens",
+    )  # fmt: skip
+    device(profile)
+    profile.add_argument("--train", action="store_true", help="forward and backward")
+    profile.add_argument(
+        "--amp", action="store_true", help="autocast: fp16 on a GPU, bf16 on a CPU"
+    )
+    profile.add_argument("--channels-last", action="store_true", help="model and inputs in NHWC")
+    out(profile, "profile-results", "report.html, its plots and trace.json.gz")
 
-    chosen = parser.parse_args(arguments)
-    if chosen.command == "info":
-        from .info import lines
+    check = command("check", _check, "every operator against its reference, on this machine")
+    device(check)
 
-        print("\n".join(lines()))
-        return 0
-    return _bench(chosen, arguments, bench)
+    command("info", _info, "versions, hardware and implementations, for bug reports")
+
+    lesson = command("lesson", _lesson, "a mistake of measuring, shown on this machine")
+    lesson.add_argument("name", nargs="?", metavar="NAME", help="without: the list of them")
+    device(lesson)
+    return parser
 
 
-def _bench(chosen: argparse.Namespace, arguments: list[str], parser: _Parser) -> int:
+def _bench(chosen: argparse.Namespace) -> int:
     from . import bench
     from .bench import progress, report
     from .bench.baselines import BASELINES
     from .bench.families import FAMILIES
+    from .bench.families.family import DTYPES, LAYOUTS
 
-    for what, names, known in (
-        ("family", chosen.family, FAMILIES),
-        ("--baseline", chosen.baseline or (), BASELINES),
-    ):
-        for name in names:
-            if name not in known:
-                parser.error(f"{what} {name}: unknown; there are: {', '.join(known)}")
-    try:
-        chosen.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {chosen.out}: {error.strerror}")
-    if not os.access(chosen.out, os.W_OK):
-        parser.error(f"--out {chosen.out}: not writable")
-
+    families = [name.replace("-", "_") for name in chosen.family]
+    _known("family", families, FAMILIES)
+    _known("--baseline", chosen.baseline or (), BASELINES)
+    _known("--dtype", filter(None, [chosen.dtype]), DTYPES)
+    _known("--layout", filter(None, [chosen.layout]), LAYOUTS)
+    _make_writable(chosen.out)
     options = bench.Options(
-        families=tuple(chosen.family) or tuple(FAMILIES),
+        families=tuple(families) or tuple(FAMILIES),
         device=chosen.device or "",
         size=chosen.size,
         baselines=tuple(dict.fromkeys(chosen.baseline or ())),
         filter=chosen.filter,
-        arguments=tuple(arguments),
+        cases=chosen.cases,
+        dtype=chosen.dtype,
+        layout=chosen.layout,
+        arguments=tuple(chosen.arguments),
     )
     shown = progress.for_output()
     try:
         results = bench.run(options, shown)
-    except bench.UsageError as error:
-        shown.stop()
-        parser.error(str(error))
     finally:
         shown.stop()
     report.show(results)
-    print("written:", ", ".join(str(path) for path in report.write(results, chosen.out)))
+    _say_written(report.write(results, chosen.out))
     if results["interrupted"]:
         return 130
     return int(any("failed" in row for row in results["rows"]))
+
+
+def _compare(chosen: argparse.Namespace) -> int:
+    from .bench import compare, schema
+    from .report import show_tables
+
+    found = compare.compare(schema.read(chosen.old), schema.read(chosen.new))
+    if not found["rows"]:
+        raise UsageError(f"{chosen.old} and {chosen.new} have no case in common")
+    show_tables(compare.tables(found), compare.lines(found))
+    return int(chosen.fail and bool(compare.worse(found)))
+
+
+def _profile(chosen: argparse.Namespace) -> int:
+    from . import profile
+    from .bench import progress
+
+    _make_writable(chosen.out)
+    options = profile.Options(
+        model=chosen.model,
+        inputs=tuple(chosen.input or ()),
+        device=chosen.device or "",
+        train=chosen.train,
+        amp=chosen.amp,
+        channels_last=chosen.channels_last,
+        arguments=tuple(chosen.arguments),
+    )
+    shown = progress.for_output()
+    try:
+        found = profile.run(options, shown)
+    finally:
+        shown.stop()
+    profile.report.show(found)
+    _say_written(profile.report.write(found, chosen.out))
+    return 0
+
+
+def _check(chosen: argparse.Namespace) -> int:
+    from .bench import check
+    from .report import show_tables
+
+    table, lines, passed = check.run(chosen.device or "")
+    show_tables([table], lines)
+    return int(not passed)
+
+
+def _info(_: argparse.Namespace) -> int:
+    from .info import lines
+
+    print("\n".join(lines()))
+    return 0
+
+
+def _lesson(chosen: argparse.Namespace) -> int:
+    from . import lessons
+    from .report import show_tables
+
+    if chosen.name is None:
+        print("\n".join(f"{name:14} {lesson.title}" for name, lesson in lessons.LESSONS.items()))
+        return 0
+    _known("lesson", [chosen.name], lessons.LESSONS)
+    found = lessons.run(chosen.name, chosen.device or "")
+    show_tables([found.table], found.lines)
+    return 0
+
+
+def _known(what: str, names, known) -> None:
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{what} {name}: unknown; there are: {', '.join(known)}")
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {error.strerror}; name another folder") from error
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"--out {folder}: not writable; name another folder")
+
+
+def _say_written(paths: list[Path]) -> None:
+    print("written:", ", ".join(map(str, paths)))

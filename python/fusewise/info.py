@@ -1,27 +1,28 @@
 """What `fusewise info` prints: everything a bug report needs, and nothing that names a host."""
 
+import platform
+from collections import Counter
+
 import torch
 
 import fusewise
 
 from ._ops import CUDA_MISSING, build_info
 from .bench import environment
+from .bench.baselines import OURS
+from .bench.cases import recast
+from .bench.families import FAMILIES, Family
+from .bench.families.family import DTYPES, LAYOUTS
 
 _INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
-
-
-# A small call of each operator, to ask which implementations there are.
-_EXAMPLES = (
-    lambda device: fusewise.nn.SqueezeExcitation(8, 2, device=device)(
-        torch.zeros(1, 8, 2, 2, device=device)
-    ),
-)
 
 
 def lines() -> list[str]:
     found = {
         "fusewise": fusewise.__version__,
+        "commit": environment.commit(),
         "torch": torch.__version__,
+        "python": platform.python_version(),
         "os": environment.os_name(),
         "cpu": environment.cpu_model(),
         "instruction sets": " ".join(
@@ -29,20 +30,49 @@ def lines() -> list[str]:
             for name in _INSTRUCTION_SETS
             if name in (environment.cpu_field("flags") or "").split()
         ),
+        "instruction set in use": _in_use(),
         "gpu": ", ".join(map(_gpu, range(torch.cuda.device_count()))) or "none",
+        "driver": environment.driver(),
     }
     if CUDA_MISSING:
         found["CUDA kernels"] = f"not available: {CUDA_MISSING}"
     for key, value in build_info().items():
         found[f"built: {key}"] = value
-    text = [f"{key}: {value}" for key, value in found.items()]
-    for example in _EXAMPLES:
+    text = [f"{key}: {value}" for key, value in found.items() if value]
+    for family in FAMILIES.values():
         for device in ["cpu"] + ["cuda"] * (not CUDA_MISSING and torch.cuda.is_available()):
-            for record in fusewise.explain(example, device):
-                names = ", ".join(candidate.name for candidate in record.candidates)
-                what = f"{record.operator} {record.direction} on {device}"
-                text.append(f"{what}, fastest first: {names}")
+            text += _implementations(family, device)
     return text
+
+
+def _in_use() -> str:
+    """The name of what the CPU's kernels were compiled for, as an implementation is called."""
+    sample = next(_samples(next(iter(FAMILIES.values())), "cpu"))
+    return fusewise.explain(sample)[0].chosen
+
+
+def _implementations(family: Family, device: str) -> list[str]:
+    """What each needs, in its own words: over sample calls, how many it takes and why not more."""
+    records = [record for call in _samples(family, device) for record in fusewise.explain(call)]
+    text = []
+    for direction in dict.fromkeys(record.direction for record in records):
+        asked = [record for record in records if record.direction == direction]
+        used = Counter(record.chosen for record in asked)
+        text.append(f"{family.name} {direction} on {device}, fastest first:")
+        for place, candidate in enumerate(asked[0].candidates):
+            reasons = Counter(record.candidates[place].reason for record in asked)
+            takes = f"takes {reasons.pop('', 0)} of {len(asked)} sample calls"
+            why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
+            text.append(f"  {candidate.name}: {takes}, used for {used[candidate.name]}{why}")
+    return text
+
+
+def _samples(family: Family, device: str):
+    for dtype in DTYPES:
+        for layout in LAYOUTS:
+            for case in recast(list(family.checked), dtype, layout):
+                workload = family.build(case, device, 1)
+                yield lambda w=workload: w.functions[OURS](*w.inputs[0], *w.weights)
 
 
 def _gpu(index: int) -> str:

@@ -4,7 +4,6 @@ A family of operators plugs in with a cases file, a builder of callables and its
 (`families/`); everything else here is common to all of them.
 """
 
-from .cases import UsageError
 from .runner import Options, run
 
-__all__ = ["Options", "UsageError", "run"]
+__all__ = ["Options", "run"]

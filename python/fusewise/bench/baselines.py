@@ -10,9 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from .cases import Case
 from .families import FAMILIES
-from .families.family import BOTH, MODES, Workload
+from .families.family import BOTH, MODES, Case, Workload
 from .measure import Call
 
 OURS = "fusewise"

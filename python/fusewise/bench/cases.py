@@ -1,58 +1,149 @@
 """Cases as data: which shapes are measured, and in which sets."""
 
 import json
-from dataclasses import dataclass, field
+import re
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-import torch
+from .._usage import UsageError
+from .families import FAMILIES
+from .families.family import DTYPES, LAYOUTS, Case
 
 # In an installed package the cases lie beside this file, in a source tree under benchmarks/.
 _FOLDERS = (Path(__file__).parent / "cases", Path(__file__).parents[3] / "benchmarks" / "cases")
 
 
-class UsageError(Exception):
-    """What was asked for cannot be done; the message is one line for the user."""
-
-
-@dataclass(frozen=True)
-class Case:
-    family: str
-    name: str
-    shape: tuple[int, ...]
-    dtype_name: str
-    group: str | None = None
-    """Cases of one group are also summed up, each `count` times."""
-    count: int = 1
-    extra: dict = field(default_factory=dict, hash=False)
-    """What only the family understands."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype_name)
-
-
-def select(family: str, device: str, size: str, pattern: str | None) -> list[Case]:
+def select(family: str, device: str, size: str, pattern: str | None = None) -> list[Case]:
     """The cases of one set, those whose name contains or matches `pattern`."""
     folder = next(folder for folder in _FOLDERS if folder.is_dir())
-    data = json.loads((folder / f"{family}.json").read_text())
-    wanted = data["sets"][device][size]
+    return read(folder / f"{family}.json", device, size, pattern)
+
+
+def read(path: Path, device: str, size: str, pattern: str | None = None) -> list[Case]:
+    """The same from any file of this form; one without sets is taken whole."""
+    try:
+        text = path.read_text()
+        data = json.loads(text)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not text; expected JSON") from error
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}:{error.lineno}: is not JSON: {error.msg}") from error
+    wanted = _globs(path, text, data, device, size)
+    found = [
+        _case(path, text, start, data["family"], entry)
+        for start, entry in zip(_starts(text), data["cases"], strict=True)
+    ]
+    names = [case.name for case in found]
+    for start, name in zip(_starts(text), names, strict=True):
+        if names.count(name) > 1:
+            raise _wrong(path, text, start, "name", f"{name!r} is there twice")
     return [
-        _case(family, entry)
-        for entry in data["cases"]
-        if any(fnmatch(entry["name"], glob) for glob in wanted)
-        and (pattern is None or pattern in entry["name"] or fnmatch(entry["name"], pattern))
+        case
+        for case in found
+        if any(fnmatch(case.name, glob) for glob in wanted)
+        and (pattern is None or pattern in case.name or fnmatch(case.name, pattern))
     ]
 
 
-def _case(family: str, entry: dict) -> Case:
-    entry = dict(entry)
+def recast(cases: list[Case], dtype: str | None, layout: str | None) -> list[Case]:
+    """The cases in another dtype or layout, their names saying so. Those that become equal are run
+    once, and count in their group as often as before."""
+    found: dict[tuple, Case] = {}
+    for case in cases:
+        changed = replace(case, dtype_name=dtype or case.dtype_name, layout=layout or case.layout)
+        changes = [
+            new
+            for old, new in ((case.dtype_name, changed.dtype_name), (case.layout, changed.layout))
+            if new != old
+        ]
+        changed = replace(changed, name="@".join([case.name, *changes]))
+        key = (changed.family, changed.shape, changed.dtype_name, changed.layout, changed.group)
+        key += tuple(changed.extra.items())
+        if key in found and changed.group:
+            found[key] = replace(found[key], count=found[key].count + changed.count)
+        found.setdefault(key, changed)
+    return list(found.values())
+
+
+def _globs(path: Path, text: str, data: object, device: str, size: str) -> list[str]:
+    """Which names the set has; raises where the file as a whole is not one of cases."""
+    if not isinstance(data, dict):
+        raise UsageError(f"{path}:1: expected an object with the fields family and cases")
+    for field in data.keys() - {"family", "cases", "sets", "groups"}:
+        raise _wrong(path, text, 0, field, "unknown; there are: family, cases, sets, groups")
+    if data.get("family") not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise _wrong(path, text, 0, "family", f"expected one of {known}, got {data.get('family')}")
+    entries = data.get("cases")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise _wrong(path, text, 0, "cases", "expected a list of objects")
+    if "sets" not in data:
+        return ["*"]
+    try:
+        wanted = data["sets"][device][size]
+    except (KeyError, TypeError):
+        raise _wrong(path, text, 0, "sets", f"has no {size} set for {device}") from None
+    if not isinstance(wanted, list) or not all(isinstance(glob, str) for glob in wanted):
+        raise _wrong(path, text, 0, "sets", "expected lists of names")
+    return wanted
+
+
+def _case(path: Path, text: str, start: int, family: str, entry: dict) -> Case:
+    rank, extra = FAMILIES[family].rank, FAMILIES[family].extra
+
+    def positive(value) -> bool:
+        return type(value) is int and value > 0
+
+    rules = {
+        "name": ("a text", lambda value: isinstance(value, str) and value),
+        "shape": (
+            f"{rank} positive numbers",
+            lambda value: (
+                isinstance(value, list) and len(value) == rank and all(map(positive, value))
+            ),
+        ),
+        "dtype": (f"one of {', '.join(DTYPES)}", lambda value: value in DTYPES),
+        "layout": (f"one of {', '.join(LAYOUTS)}", lambda value: value in tuple(LAYOUTS)),
+        "group": ("a text", lambda value: isinstance(value, str)),
+        "count": ("a positive number", positive),
+        **{name: ("a positive number", positive) for name in extra},
+    }
+    for field, value in entry.items():
+        if field not in rules:
+            raise _wrong(path, text, start, field, f"unknown; there are: {', '.join(rules)}")
+        expected, fits = rules[field]
+        if not fits(value):
+            raise _wrong(path, text, start, field, f"expected {expected}, got {json.dumps(value)}")
+    for field in ("name", "shape", "dtype", *extra):
+        if field not in entry:
+            raise _wrong(path, text, start, field, "missing")
     return Case(
         family=family,
-        name=entry.pop("name"),
-        shape=tuple(entry.pop("shape")),
-        dtype_name=entry.pop("dtype"),
-        group=entry.pop("group", None),
-        count=entry.pop("count", 1),
-        extra=entry,
+        name=entry["name"],
+        shape=tuple(entry["shape"]),
+        dtype_name=entry["dtype"],
+        layout=entry.get("layout", "contiguous"),
+        group=entry.get("group"),
+        count=entry.get("count", 1),
+        extra={name: entry[name] for name in extra},
     )
+
+
+def _wrong(path: Path, text: str, start: int, field: str, what: str) -> UsageError:
+    """Names file, line and field; a field that is missing gets the line of its case."""
+    place = text.find(f'"{field}"', start)
+    line = text.count("\n", 0, place if place >= 0 and what != "missing" else start) + 1
+    return UsageError(f"{path}:{line}: field {field}: {what}")
+
+
+def _starts(text: str) -> list[int]:
+    """Where each case starts in the text of its file; json itself tells no places."""
+    decoder, found = json.JSONDecoder(), []
+    place = re.search(r'"cases"\s*:\s*\[', text).end()
+    while match := re.compile(r"[\s,]*(?=\{)").match(text, place):
+        found.append(match.end())
+        _, place = decoder.raw_decode(text, match.end())
+    return found

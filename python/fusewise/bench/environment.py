@@ -20,7 +20,7 @@ def describe(device: str) -> dict:
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "load": round(load(), 1),
+        "load": load(),
         "os": os_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -28,9 +28,7 @@ def describe(device: str) -> dict:
     }
     if device == "cuda":
         found["gpu"] = torch.cuda.get_device_name(0)
-        found["driver"] = _output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-        )
+        found["driver"] = driver()
         found["cuda"] = torch.version.cuda
     return found
 
@@ -44,7 +42,15 @@ def load(seconds: float = 0.5) -> float:
 
     before = busy()
     time.sleep(seconds)
-    return (busy() - before) / os.sysconf("SC_CLK_TCK") / seconds
+    return round((busy() - before) / os.sysconf("SC_CLK_TCK") / seconds, 1)
+
+
+def busy_machine(environment: dict) -> list[str]:
+    """A warning for figures that were taken on a CPU, where others used it."""
+    others, cores = environment.get("load", 0), environment.get("cores", 1)
+    if others <= cores / 4:
+        return []
+    return [f"BUSY MACHINE: others kept {others} of {cores} cores busy; these figures are unsteady"]
 
 
 def commit() -> str | None:
@@ -57,6 +63,10 @@ def commit() -> str | None:
         return os.environ.get("FUSEWISE_COMMIT")
     changed = _output("git", "-C", root, "status", "--porcelain", "--untracked-files=no")
     return f"{revision} with local changes" if changed else revision
+
+
+def driver() -> str | None:
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def cpu_model() -> str:

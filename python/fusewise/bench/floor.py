@@ -1,11 +1,43 @@
-"""The floor: the time in which this machine's memory can move the bytes that must move."""
+"""The floor: the least time in which this machine could move the bytes and do the operations."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .measure import GraphTimer, LoopTimer, interleave
 from .statistics import median
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine reached in the same run."""
+
+    bytes_per_second: float
+    """Read and written, of the fastest copy."""
+    operations_per_second: dict[str, float]
+    """Of the vendor's matrix product, by dtype."""
+
+    def floor(self, moved: int, operations: int, dtype: str) -> dict:
+        """Bytes and operations may overlap, so the floor is the longer of the two times."""
+        times = {
+            "bytes": moved / self.bytes_per_second * 1e6,
+            "operations": operations / self.operations_per_second[dtype] * 1e6,
+        }
+        bound = max(times, key=times.__getitem__)
+        return {"bytes": moved, "operations": operations, "us": times[bound], "bound": bound}
+
+
+def measure_ceilings(device: str, dtypes: set[str]) -> Ceilings:
+    """For half types the higher of their own and float32's rate: they may be computed in it."""
+    rates = {name: matrix_rate(device, name) for name in sorted(dtypes | {"float32"})}
+    return Ceilings(
+        copy_bandwidth(device),
+        {
+            name: rate if name == "float64" else max(rate, rates["float32"])
+            for name, rate in rates.items()
+        },
+    )
 
 
 def cache_bytes(device: str) -> int:
@@ -26,13 +58,24 @@ def copy_bandwidth(device: str) -> float:
     size = 1 << (30 if device == "cuda" else 28)
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-
-    def timer(copy):
-        return GraphTimer(copy, 1) if device == "cuda" else LoopTimer(copy, 1, device)
-
     ways = {
-        "copy": timer(lambda _: target.copy_(source)),
-        "kernel": timer(lambda _: torch.neg(source, out=target)),
+        "copy": _timer(lambda _: target.copy_(source), device),
+        "kernel": _timer(lambda _: torch.neg(source, out=target), device),
     }
     times = interleave(ways, rounds=10, budget=1.0)
     return 2 * size / (min(map(median, times.values())) * 1e-6)
+
+
+def matrix_rate(device: str, dtype: str) -> float:
+    """Additions and multiplications per second of a large product, TF32 as torch is set."""
+    half = dtype in ("float16", "bfloat16")
+    size = (8192 if half else 4096) if device == "cuda" else 1024
+    kind = {"dtype": getattr(torch, dtype), "device": device}
+    left, right, product = (torch.ones(size, size, **kind) for _ in range(3))
+    timer = _timer(lambda _: torch.mm(left, right, out=product), device)
+    samples = interleave({"product": timer}, rounds=10, budget=0.5)["product"]
+    return 2 * size**3 / (median(samples) * 1e-6)
+
+
+def _timer(call, device: str):
+    return GraphTimer(call, 1) if device == "cuda" else LoopTimer(call, 1, device)

@@ -12,6 +12,7 @@ _SAMPLE_SECONDS = 0.01
 _MIN_ROUNDS = 5
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
+_CU_GRAPH_NODE_TYPE_KERNEL = 0  # from cuda.h
 
 Call = Callable[[int], object]
 """Runs once on the i-th of several rotating buffers, and returns what it made."""
@@ -37,7 +38,7 @@ class GraphTimer:
                 call(i % buffers)
         torch.cuda.current_stream().wait_stream(side)
 
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         # Outputs live until their buffer's turn comes again. Freed at once, every call would write
         # to the same memory, and that would stay in the cache.
         kept: list[object] = [None] * buffers
@@ -45,6 +46,7 @@ class GraphTimer:
             for i in range(self._calls):
                 kept[i % buffers] = None
                 kept[i % buffers] = call(i % buffers)
+        self._graph.instantiate()
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._sleep_cycles = 0
@@ -66,6 +68,29 @@ class GraphTimer:
         self._end.record()
         self._end.synchronize()
         return self._start.elapsed_time(self._end) * 1e3 / self._calls
+
+    def kernels(self) -> int:
+        """How many kernels a call launches, copies and fills by the driver not counted.
+
+        From the graph itself: a profiler would leave its traces in what is timed afterwards.
+        """
+        driver = ctypes.CDLL("libcuda.so.1")
+        graph = ctypes.c_void_p(self._graph.raw_cuda_graph())
+        count = ctypes.c_size_t()
+        _driver_call(driver.cuGraphGetNodes, graph, None, ctypes.byref(count))
+        nodes = (ctypes.c_void_p * count.value)()
+        _driver_call(driver.cuGraphGetNodes, graph, nodes, ctypes.byref(count))
+        kernels = 0
+        for node in nodes:
+            kind = ctypes.c_int()
+            _driver_call(driver.cuGraphNodeGetType, ctypes.c_void_p(node), ctypes.byref(kind))
+            kernels += kind.value == _CU_GRAPH_NODE_TYPE_KERNEL
+        return round(kernels / self._calls)
+
+
+def _driver_call(function, *arguments) -> None:
+    if error := function(*arguments):
+        raise RuntimeError(f"{function.__name__} failed with CUDA error {error}")
 
 
 class LoopTimer:

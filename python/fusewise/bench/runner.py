@@ -3,21 +3,23 @@
 import gc
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 import fusewise
 
+from .._usage import UsageError
 from . import accuracy, environment, floor
 from .baselines import OURS, caller, default_baselines, functions, precompile
-from .cases import Case, UsageError, select
+from .cases import read, recast, select
 from .families import FAMILIES, Family
-from .families.family import BOTH, FORWARD, MODES, Workload
+from .families.family import BOTH, FORWARD, MODES, Case, Workload
 from .measure import GraphTimer, LoopTimer, interleave, keep_memory, peak_bytes
 from .progress import Progress
+from .schema import VERSION
 from .statistics import median, ratio_of_sums, summary
 
-SCHEMA_VERSION = 1
 _MOST_BUFFERS = 64
 _CPU_BUFFER_BYTES = 1 << 30
 
@@ -31,6 +33,11 @@ class Options:
     baselines: tuple[str, ...] = ()
     """Empty: all that the device has."""
     filter: str | None = None
+    cases: Path | None = None
+    """A file of cases to take in place of the families' own."""
+    dtype: str | None = None
+    layout: str | None = None
+    """In which every case is run; None: as it says itself."""
     arguments: tuple[str, ...] = ()
     """The command line, to be written down with the results."""
 
@@ -48,21 +55,12 @@ _EFFORT = {"quick": Effort(15, 0.4), "full": Effort(21, 0.2)}
 
 def run(options: Options, progress: Progress) -> dict:
     """The results as they are written to results.json; what an interrupt leaves is kept."""
-    device = options.device or ("cuda" if _cuda_missing() is None else "cpu")
-    if device == "cuda" and (reason := _cuda_missing()):
-        raise UsageError(f"--device cuda: {reason}")
+    device = usable_device(options.device)
     baselines = options.baselines or default_baselines(device)
     options = replace(options, device=device, baselines=baselines)
-    cases = [
-        case
-        for family in options.families
-        for case in select(family, device, options.size, options.filter)
-    ]
-    if not cases:
-        raise UsageError(f"--filter {options.filter}: no case of the {options.size} set matches")
-
+    cases = _cases(options)
     results = {
-        "schema": SCHEMA_VERSION,
+        "schema": VERSION,
         "command": environment.command(list(options.arguments)),
         "environment": environment.describe(device),
         "device": device,
@@ -76,16 +74,45 @@ def run(options: Options, progress: Progress) -> dict:
         _run(options, cases, results, progress)
     except KeyboardInterrupt:
         results["interrupted"] = True
+    here = results["environment"]
+    here["load"] = max(here["load"], environment.load())  # someone may have come meanwhile
     results["sums"] = list(sums(results["rows"], cases))
     return results
+
+
+def usable_device(device: str) -> str:
+    """The device that was asked for, or the GPU where there is one that fusewise can use."""
+    if device == "cuda" and (reason := _cuda_missing()):
+        raise UsageError(f"--device cuda: {reason}; --device cpu measures on the CPU")
+    return device or ("cpu" if _cuda_missing() else "cuda")
+
+
+def _cases(options: Options) -> list[Case]:
+    which = (options.device, options.size, options.filter)
+    if options.cases:
+        cases = read(options.cases, *which)
+    else:
+        cases = [case for family in options.families for case in select(family, *which)]
+    cases = [case for case in cases if case.family in options.families]
+    if not cases:
+        where = options.cases or f"the {options.size} set"
+        matching = f" that matches --filter {options.filter}" if options.filter else ""
+        raise UsageError(
+            f"no case of {', '.join(options.families)}{matching} in {where} for {options.device}"
+        )
+    return recast(cases, options.dtype, options.layout)
 
 
 def _run(options: Options, cases: list[Case], results: dict, progress: Progress) -> None:
     device = options.device
     if device == "cpu":
         keep_memory()
-    progress.start("copy bandwidth", 1)
-    results["copy_bytes_per_second"] = bandwidth = floor.copy_bandwidth(device)
+    progress.start("the machine's own ceilings: copies and matrix products", 1)
+    ceilings = floor.measure_ceilings(device, {case.dtype_name for case in cases})
+    results["ceilings"] = {
+        "copy_bytes_per_second": ceilings.bytes_per_second,
+        "matrix_operations_per_second": ceilings.operations_per_second,
+    }
     progress.advance()
     if "compile" in options.baselines:
         progress.start("torch.compile of every case, in parallel", len(cases))
@@ -93,8 +120,7 @@ def _run(options: Options, cases: list[Case], results: dict, progress: Progress)
             progress.advance()
     progress.start("measuring", len(cases) * len(MODES))
     for case in cases:
-        family = FAMILIES[case.family]
-        for row in _measure(family, case, options, bandwidth, progress):
+        for row in _measure(FAMILIES[case.family], case, options, ceilings, progress):
             results["rows"].append(row)
             progress.row(row)
         gc.collect()
@@ -102,7 +128,7 @@ def _run(options: Options, cases: list[Case], results: dict, progress: Progress)
             torch.cuda.empty_cache()
 
 
-def _measure(family, case, options, bandwidth, progress):
+def _measure(family, case, options, ceilings, progress):
     """Yields a row for each mode."""
     device = options.device
     progress.now(f"{case.name}: data and reference")
@@ -112,10 +138,10 @@ def _measure(family, case, options, bandwidth, progress):
         checks = _check(family, case, workload, candidates, progress)
     except torch.OutOfMemoryError:
         for mode in MODES:
-            yield {**_describe(family, case, mode, bandwidth), "failed": "out of memory"}
+            yield {**_describe(family, case, mode, ceilings), "failed": "out of memory"}
         return
     for mode in MODES:
-        row = _describe(family, case, mode, bandwidth)
+        row = _describe(family, case, mode, ceilings)
         ours = checks[mode][OURS]
         if isinstance(ours, str):
             yield {**row, "failed": ours}
@@ -151,18 +177,19 @@ def _buffers(family: Family, case: Case, device: str) -> int:
     return max(1, min(wanted, _MOST_BUFFERS))
 
 
-def _describe(family: Family, case: Case, mode: str, bandwidth: float) -> dict:
-    moved = family.bytes_moved(case, mode)
+def _describe(family: Family, case: Case, mode: str, ceilings: floor.Ceilings) -> dict:
+    moved, operations = family.bytes_moved(case, mode), family.operations(case, mode)
     return {
         "family": case.family,
         "case": case.name,
         "mode": mode,
         "shape": list(case.shape),
         "dtype": case.dtype_name,
-        **case.extra,
+        "layout": case.layout,
+        "parameters": case.extra,
         "group": case.group,
         "count": case.count,
-        "floor": {"bytes": moved, "us": moved / bandwidth * 1e6},
+        "floor": ceilings.floor(moved, operations, case.dtype_name),
     }
 
 
@@ -192,13 +219,23 @@ def _check(family, case, workload, candidates, progress) -> dict[str, dict]:
     return checks
 
 
-def _implementation(function, workload: Workload, mode: str) -> dict[str, str]:
-    records = fusewise.explain(caller(function, workload, mode), 0)
-    return {record.direction: record.chosen for record in records}
+def _implementation(function, workload: Workload, mode: str) -> dict[str, dict]:
+    """By direction: which one ran, and why those before it in the list declined."""
+    return {
+        record.direction: {
+            "chosen": record.chosen,
+            "declined": {
+                candidate.name: candidate.reason
+                for candidate in record.candidates
+                if candidate.reason
+            },
+        }
+        for record in fusewise.explain(caller(function, workload, mode), 0)
+    }
 
 
 def _time(case, mode, calls, workload, device, effort, progress) -> dict[str, dict]:
-    """Times of each contender in µs, by GPU clock and wall clock, and its peak memory."""
+    """Times of each contender in µs, by GPU clock and wall clock, its peak memory and kernels."""
     found: dict[str, dict] = {name: {} for name in calls}
     buffers = len(workload.inputs)
     progress.now(f"{case.name} {mode}: wall time of {', '.join(calls)}")
@@ -213,6 +250,7 @@ def _time(case, mode, calls, workload, device, effort, progress) -> dict[str, di
         graphs = {name: GraphTimer(call, buffers) for name, call in calls.items()}
         for name, samples in interleave(graphs, effort.rounds, effort.budget).items():
             found[name]["gpu"] = summary(samples)
+            found[name]["kernels"] = graphs[name].kernels()
     return found
 
 
@@ -259,7 +297,8 @@ def _sum(group: str, mode: str, parts: list[dict]) -> dict:
         "cases": len(parts),
         "count": sum(row["count"] for row in parts),
         "floor": {
-            key: sum(row["count"] * row["floor"][key] for row in parts) for key in ("bytes", "us")
+            key: sum(row["count"] * row["floor"][key] for row in parts)
+            for key in ("bytes", "operations", "us")
         },
         "contenders": {
             name: {clock: {"median": total(name, clock)} for clock in clocks}

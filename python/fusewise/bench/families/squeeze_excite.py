@@ -1,8 +1,6 @@
 """Squeeze-and-Excitation: what is compared, with what, and what it costs at least."""
 
 import ctypes
-from functools import cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +9,9 @@ from torch import Tensor
 import fusewise
 
 from ..accuracy import Expected, cut, pieces
-from ..cases import Case
-from .family import BOTH, Family, Workload
+from ..naive import naive_library
+from .family import BOTH, Case, Family, Workload
 
-_LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 _LARGE = 1 << 27  # elements; above, references of half data are kept in fp32, to save tens of GB
 
 
@@ -27,7 +24,6 @@ def eager(x, w1, b1, w2, b2):
 
 def build(case: Case, device: str, buffers: int) -> Workload:
     channels, reduced = case.shape[1], case.extra["reduced"]
-    layout = _LAYOUTS[case.extra["layout"]]
     generator = torch.Generator(device).manual_seed(0)
 
     def random(shape, layout=torch.contiguous_format, scale=1.0, learned=True):
@@ -36,8 +32,8 @@ def build(case: Case, device: str, buffers: int) -> Workload:
         return value.requires_grad_(learned)
 
     return Workload(
-        inputs=[(random(case.shape, layout),) for _ in range(buffers)],
-        gradients=[random(case.shape, layout, learned=False) for _ in range(buffers)],
+        inputs=[(random(case.shape, case.memory_format),) for _ in range(buffers)],
+        gradients=[random(case.shape, case.memory_format, learned=False) for _ in range(buffers)],
         weights=(
             random((reduced, channels, 1, 1), scale=channels**-0.5),
             random((reduced,)),
@@ -194,10 +190,13 @@ def bytes_moved(case: Case, mode: str) -> int:
     return elements * case.dtype.itemsize
 
 
-@cache
-def _naive_library() -> ctypes.CDLL | None:
-    path = Path(fusewise.__file__).parent / "_lib" / "libfusewise_naive.so"
-    return ctypes.CDLL(str(path)) if path.is_file() else None
+def operations(case: Case, mode: str) -> int:
+    """Forward: the sum of x, two products, the scaling. Backward: the sum of dy * x, four products,
+    dy * g + dp. Activations and biases are not counted: they are few."""
+    n, channels, height, width = case.shape
+    plane = n * channels * height * width
+    product = 2 * n * channels * case.extra["reduced"]
+    return 6 * plane + 6 * product if mode == BOTH else 2 * plane + 2 * product
 
 
 def naive(case: Case, device: str):
@@ -206,9 +205,9 @@ def naive(case: Case, device: str):
         return "GPU only"
     if case.dtype not in (torch.float32, torch.float16):
         return f"not written for {case.dtype_name}"
-    if _naive_library() is None:
+    if naive_library(device) is None:
         return "not built"
-    launch = _naive_library().fusewise_naive_squeeze_excite_forward
+    launch = naive_library(device).fusewise_naive_squeeze_excite_forward
     launch.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int] * 3
     launch.argtypes += [ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
 
@@ -218,7 +217,7 @@ def naive(case: Case, device: str):
         error = launch(
             *(tensor.data_ptr() for tensor in (x, w1, b1, w2, b2, y)),
             *(n, channels, w1.shape[0], height * width),
-            case.extra["layout"] == "channels_last",
+            case.layout == "channels_last",
             x.dtype == torch.float16,
             torch.cuda.current_stream().cuda_stream,
         )
@@ -231,8 +230,20 @@ def naive(case: Case, device: str):
 
 FAMILY = Family(
     name="squeeze_excite",
+    rank=4,
+    extra=("reduced",),
     outputs=("y", "dx", "dw1", "db1", "dw2", "db2"),
     build=build,
     reference=reference,
     bytes_moved=bytes_moved,
+    operations=operations,
+    checked=tuple(
+        Case("squeeze_excite", name, shape, "float32", extra={"reduced": reduced})
+        for name, shape, reduced in (
+            ("64x28", (4, 64, 28, 28), 4),
+            ("1632x12", (2, 1632, 12, 12), 68),
+            ("odd 65x7", (3, 65, 7, 5), 9),
+            ("one pixel", (16, 512, 1, 1), 32),
+        )
+    ),
 )

@@ -1,0 +1,71 @@
+"""`fusewise check`: every operator, dtype, layout and implementation against the reference."""
+
+import fusewise
+
+from ..report import Table
+from . import accuracy
+from .baselines import OURS, caller
+from .cases import recast
+from .families import FAMILIES, Family
+from .families.family import BOTH, DTYPES, LAYOUTS, Case
+from .runner import usable_device
+
+
+def run(device: str) -> tuple[Table, list[str], bool]:
+    """The table, its summary, and whether everything is right."""
+    device = usable_device(device)
+    rows = []
+    for family in FAMILIES.values():
+        for dtype in DTYPES:
+            for layout in LAYOUTS:
+                checks = _checks(family, recast(list(family.checked), dtype, layout), device)
+                rows += [
+                    [family.name, dtype, layout, name, *_cells(found)]
+                    for name, found in checks.items()
+                ]
+    header = ["operator", "dtype", "layout", "implementation", "verdict", "error", "allowed"]
+    table = Table(f"Against the reference, on {device}", header, rows, text_columns=5)
+    wrong = sum(row[4] != "right" for row in rows)
+    said = (
+        f"{wrong} of {len(rows)} are WRONG: please report this with the output of `fusewise info`"
+    )
+    return table, [said if wrong else f"all {len(rows)} are right"], not wrong
+
+
+def _checks(family: Family, cases: list[Case], device: str) -> dict[str, accuracy.Check]:
+    """By implementation: of all cases that it takes, a wrong check or the nearest to its bound."""
+    found: dict[str, accuracy.Check] = {}
+    for case in cases:
+        workload = family.build(case, device, 1)
+        expected = family.reference(case, workload)
+        eager = caller(workload.functions["eager"], workload, BOTH)(0)
+        ours = caller(workload.functions[OURS], workload, BOTH)
+        for record in fusewise.explain(ours, 0):
+            operator = record.operator + ("_backward" if record.direction == "backward" else "")
+            for candidate in record.candidates:
+                if candidate.reason:
+                    continue
+                with fusewise.implementation(**{operator: candidate.name}):
+                    check = _check(family, ours, eager, expected)
+                name = f"{record.direction} {candidate.name}"
+                found[name] = _worse(found.get(name, check), check)
+    return found
+
+
+def _check(family, call, eager, expected) -> accuracy.Check:
+    try:
+        return accuracy.check(family.outputs, call(0), eager, expected)
+    except RuntimeError as error:  # a kernel that fails here is a finding, not the end
+        return accuracy.Check("call", 0, 0, f"raised {str(error).splitlines()[0]}")
+
+
+def _worse(a: accuracy.Check, b: accuracy.Check) -> accuracy.Check:
+    if not (a.passed and b.passed):
+        return b if a.passed else a
+    return b if b.error * a.allowed > a.error * b.allowed else a
+
+
+def _cells(check: accuracy.Check) -> list[str]:
+    if not check.passed:
+        return [f"WRONG: {check}", "-", "-"]
+    return ["right", f"{check.error:.2g} ({check.tensor})", f"{check.allowed:.2g}"]

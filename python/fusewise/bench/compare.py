@@ -1,0 +1,143 @@
+"""Two results of the benchmark side by side: what became better, what worse, beyond the noise."""
+
+from ..report import Table
+from .baselines import OURS
+from .environment import busy_machine
+from .report import CLOCKS, names, us_text
+from .statistics import Ratio, ratio_of_sums
+
+# Two runs of the same code on a quiet machine differ by so much in their medians now and then.
+_ALWAYS = 0.02
+_CONTROL = "eager"
+
+
+def compare(old: dict, new: dict) -> dict:
+    """`rows` with a verdict by clock for every case of both, and what is in one of them only."""
+    before, after = ({_key(row): row for row in results["rows"]} for results in (old, new))
+    common = [key for key in before if key in after]
+    return {
+        "rows": [_row(before[key], after[key]) for key in common],
+        "only_old": [" ".join(names(before[key])) for key in before if key not in after],
+        "only_new": [" ".join(names(after[key])) for key in after if key not in before],
+        "busy": [
+            f"the {when} run: {line}"
+            for when, results in (("old", old), ("new", new))
+            if results["device"] == "cpu"
+            for line in busy_machine(results["environment"])
+        ],
+        "changed": {
+            key: (old["environment"].get(key), new["environment"].get(key))
+            for key in old["environment"] | new["environment"]
+            if key not in ("date", "load", "commit")
+            and old["environment"].get(key) != new["environment"].get(key)
+        },
+    }
+
+
+def worse(compared: dict) -> list[str]:
+    return [
+        row["name"]
+        for row in compared["rows"]
+        if any(found["verdict"] == "worse" for found in row["clocks"].values())
+    ]
+
+
+def tables(compared: dict) -> list[Table]:
+    found = []
+    for clock, title in CLOCKS.items():
+        rows = [
+            [row["name"], *_cells(row["clocks"][clock])]
+            for row in compared["rows"]
+            if clock in row["clocks"]
+        ]
+        if rows:
+            header = ["case", "verdict", "old µs", "new µs", "old / new", "95 % interval"]
+            header.append("eager old / new")
+            found.append(Table(title, header, rows, text_columns=2))
+    return found
+
+
+def lines(compared: dict) -> list[str]:
+    found = compared["busy"] + [
+        f"other {key} than in the old run: {now}, then {then}; read the verdicts with care"
+        for key, (then, now) in compared["changed"].items()
+    ]
+    found += [f"only in the old run: {name}" for name in compared["only_old"]]
+    found += [f"only in the new run: {name}" for name in compared["only_new"]]
+    for clock in CLOCKS:
+        said = [
+            row["clocks"][clock]["verdict"] for row in compared["rows"] if clock in row["clocks"]
+        ]
+        if said:
+            counts = (f"{said.count(word)} {word}" for word in ("better", "same", "worse"))
+            found.append(f"{clock} time: {', '.join(counts)}")
+    if names_of_worse := worse(compared):
+        found.append(f"WORSE: {', '.join(names_of_worse)}")
+    return found
+
+
+def _key(row: dict) -> tuple:
+    return (
+        *(row[key] for key in ("family", "case", "mode", "dtype", "layout")),
+        *row["shape"],
+        *row["parameters"].items(),
+    )
+
+
+def _row(old: dict, new: dict) -> dict:
+    name = " ".join(names(new))
+    if "failed" in old or "failed" in new:
+        clock = next(
+            (
+                c
+                for row in (old, new)
+                for c in CLOCKS
+                if c in row.get("contenders", {}).get(OURS, {})
+            ),
+            "wall",
+        )
+        verdict = "same" if "failed" in old and "failed" in new else "better"
+        if "failed" in new and "failed" not in old:
+            verdict = "worse"
+        said = new.get("failed", f"before: {old.get('failed')}")
+        return {"name": name, "clocks": {clock: {"verdict": verdict, "said": said}}}
+    clocks = {}
+    for clock in CLOCKS:
+        if all(clock in row["contenders"][OURS] for row in (old, new)):
+            control = None
+            if all(clock in row["contenders"].get(_CONTROL, {}) for row in (old, new)):
+                control = _change(old, new, _CONTROL, clock)
+            clocks[clock] = _judge(_change(old, new, OURS, clock), control) | {
+                "old": old["contenders"][OURS][clock]["median"],
+                "new": new["contenders"][OURS][clock]["median"],
+            }
+    return {"name": name, "clocks": clocks}
+
+
+def _change(old: dict, new: dict, who: str, clock: str) -> Ratio:
+    samples = (row["contenders"][who][clock]["samples"] for row in (old, new))
+    return ratio_of_sums([(1, *samples)])
+
+
+def _judge(change: Ratio, control: Ratio | None) -> dict:
+    """Better or worse only beyond 2 % and beyond what eager, which did not change, moved itself:
+    the intervals know the noise within a run, not that between two."""
+    low = min(1 - _ALWAYS, control.low if control else 1)
+    high = max(1 + _ALWAYS, control.high if control else 1)
+    verdict = "better" if change.low > high else "worse" if change.high < low else "same"
+    return {"verdict": verdict, "change": change, "control": control}
+
+
+def _cells(found: dict) -> list[str]:
+    verdict = "WORSE" if found["verdict"] == "worse" else found["verdict"]
+    if "said" in found:
+        return [f"{verdict}: {found['said']}", "-", "-", "-", "-", "-"]
+    change, control = found["change"], found["control"]
+    return [
+        verdict,
+        us_text(found["old"]),
+        us_text(found["new"]),
+        f"{change.value:.3f}",
+        f"{change.low:.3f} to {change.high:.3f}",
+        f"{control.value:.3f}" if control else "-",
+    ]

@@ -1,0 +1,138 @@
+"""The form of results.json, and its reading; docs/benchmarking.md tells it in words.
+
+A change that an older reader would stumble over raises VERSION.
+"""
+
+import json
+from pathlib import Path
+
+from .._usage import UsageError
+
+VERSION = 2
+
+_NUMBER = (int, float)
+
+
+class _Optional:
+    """A field that may be missing."""
+
+    def __init__(self, form):
+        self.form = form
+
+
+# A type, a tuple of types, [form] for a list, {"field": form} for an object, {str: form} for one
+# with any fields.
+_TIMES = {"median": _NUMBER, "quartiles": [_NUMBER], "samples": [_NUMBER]}
+_RATIO = {"ratio": _NUMBER, "interval": [_NUMBER], "verdict": str}
+_FLOOR = {"bytes": int, "operations": int, "us": _NUMBER, "bound": _Optional(str)}
+_CONTENDER = {
+    "unavailable": _Optional(str),
+    "wall": _Optional(_TIMES),
+    "gpu": _Optional(_TIMES),
+    "peak_bytes": _Optional(int),
+    "kernels": _Optional(int),
+}
+_ROW = {
+    "family": str,
+    "case": str,
+    "mode": str,
+    "shape": [int],
+    "dtype": str,
+    "layout": str,
+    "parameters": {str: int},
+    "group": (str, type(None)),
+    "count": int,
+    "floor": _FLOOR,
+    "failed": _Optional(str),
+    "check": _Optional({"tensor": str, "error": _NUMBER, "allowed": _NUMBER}),
+    "implementation": _Optional({str: {"chosen": str, "declined": {str: str}}}),
+    "contenders": _Optional({str: _CONTENDER}),
+    "against": _Optional({str: {str: _RATIO}}),
+}
+_SUM = {
+    "group": str,
+    "mode": str,
+    "cases": int,
+    "count": int,
+    "floor": _FLOOR,
+    "contenders": {str: {str: {"median": _NUMBER}}},
+    "against": {str: {str: _RATIO}},
+}
+_CEILINGS = {"copy_bytes_per_second": _NUMBER, "matrix_operations_per_second": {str: _NUMBER}}
+_RESULTS = {
+    "schema": int,
+    "command": str,
+    "environment": {str: (str, int, float, type(None))},
+    "device": str,
+    "set": str,
+    "baselines": [str],
+    "ceilings": _Optional(_CEILINGS),
+    "interrupted": bool,
+    "rows": [_ROW],
+    "sums": [_SUM],
+}
+
+
+def read(path: Path) -> dict:
+    """A results.json, or a UsageError that says what is wrong with it."""
+    try:
+        results = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: damaged, not JSON: {error}") from error
+    if not isinstance(results, dict) or "schema" not in results:
+        raise UsageError(f"{path}: not a results.json of `fusewise bench`")
+    if results["schema"] != VERSION:
+        raise UsageError(
+            f"{path}: has schema {results['schema']}, this fusewise reads {VERSION}; "
+            "run the benchmark again"
+        )
+    if wrong := problem(results):
+        raise UsageError(f"{path}: damaged: {wrong}")
+    return results
+
+
+def problem(results: dict) -> str:
+    """The first field that is not as it should be, by its path; empty where all are."""
+    return _problem(results, _RESULTS, "") or _untimed(results["rows"])
+
+
+def _untimed(rows: list[dict]) -> str:
+    """Ratios need times above zero, and more than one for an interval."""
+    for i, row in enumerate(rows):
+        for name, contender in row.get("contenders", {}).items():
+            for clock in contender.keys() & {"wall", "gpu"}:
+                samples = contender[clock]["samples"]
+                if len(samples) < 2 or min(samples) <= 0:
+                    return f"rows[{i}].contenders.{name}.{clock}.samples are no times"
+    return ""
+
+
+def _problem(value, form, path: str) -> str:
+    if isinstance(form, (type, tuple)):
+        # To Python, True is a number.
+        fits = isinstance(value, form) and (form is bool or not isinstance(value, bool))
+        return "" if fits else f"{path} is {value!r}"
+    if isinstance(form, list):
+        if not isinstance(value, list):
+            return f"{path} is not a list"
+        found = (_problem(part, form[0], f"{path}[{i}]") for i, part in enumerate(value))
+        return next(filter(None, found), "")
+    if not isinstance(value, dict):
+        return f"{path or 'the file'} is not an object"
+    inner = f"{path}." if path else ""
+    if str in form:
+        found = (_problem(part, form[str], f"{inner}{key}") for key, part in value.items())
+        return next(filter(None, found), "")
+    for key in value.keys() - form.keys():
+        return f"{inner}{key} is unknown"
+    for key, part in form.items():
+        optional = isinstance(part, _Optional)
+        if key not in value:
+            if optional:
+                continue
+            return f"{inner}{key} is missing"
+        if wrong := _problem(value[key], part.form if optional else part, f"{inner}{key}"):
+            return wrong
+    return ""

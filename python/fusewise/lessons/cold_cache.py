@@ -1,0 +1,50 @@
+"""The same buffer over and over: a benchmark that times the cache instead of memory."""
+
+import math
+
+import torch
+
+from ..bench.floor import cache_bytes
+from ..bench.measure import GraphTimer, LoopTimer, interleave
+from .lesson import Finding, Lesson, Samples, interval, ratio, table
+
+_WARM, _COLD = "one buffer over and over", "buffers in turn, 3 times the cache"
+
+
+def measure(device: str) -> Samples:
+    cache = cache_bytes(device)
+    elements = buffer_bytes(cache) // 4
+    buffers = math.ceil(3 * cache / (2 * elements * 4))
+    pairs = [tuple(torch.ones(elements, device=device) for _ in range(2)) for _ in range(buffers)]
+
+    def timer(count: int):
+        def call(i):
+            source, target = pairs[i]
+            return torch.neg(source, out=target)
+
+        return GraphTimer(call, count) if device == "cuda" else LoopTimer(call, count, device)
+
+    return interleave({_WARM: timer(1), _COLD: timer(buffers)}, 15, 1.0)
+
+
+def buffer_bytes(cache: int) -> int:
+    """Input and output together fill an eighth of the cache."""
+    return cache // 16
+
+
+def conclude(samples: Samples, device: str) -> Finding:
+    moved = 2 * buffer_bytes(cache_bytes(device))
+    title = f"y = -x, {moved / 1e6:.3g} MB read and written"
+    shown = table(title, samples, "GB/s", moved / 1e3)
+    found = ratio(samples, _COLD, _WARM)
+    if found.verdict != "faster":
+        said = "The effect is not there on this machine: the cache is no faster than the memory."
+        return Finding(shown, [said], False)
+    said = (
+        f"From memory it takes {interval(found)} as long as from the cache. In a network, what a "
+        "layer reads was written long ago: rotate the buffers, or the figure is the cache's."
+    )
+    return Finding(shown, [said], True)
+
+
+LESSON = Lesson("the same buffer over and over times the cache", measure, conclude)

@@ -1,0 +1,107 @@
+"""What to try first: what this profile speaks for, the best bound first."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from .analysis import Profile, amdahl
+from .kinds import COMPILED, CONVOLUTION, COPY, ELEMENTWISE, LAYOUT, NORMALISATION, PRODUCT
+
+_WORTH = 1.03  # a bound below is not worth a try
+_SQUEEZE_EXCITE = ("SqueezeExcitation", "SqueezeExcite", "SEModule")
+
+
+@dataclass(frozen=True)
+class Advice:
+    what: str
+    bound: float
+    """How many times as fast a step gets at most."""
+    why: str
+
+
+def advise(profile: Profile) -> list[Advice]:
+    found = [*_launches(profile), *_layout(profile), *_operators(profile), *_compile(profile)]
+    worth = sorted((item for item in found if item.bound >= _WORTH), key=lambda item: -item.bound)
+    return worth or [_nothing(profile)]
+
+
+def operator_for(module: nn.Module) -> str:
+    """The operator of fusewise that stands for a module; empty where there is none."""
+    inner = {type(child).__name__ for child in module.modules()}
+    ours = type(module).__module__.startswith("fusewise")
+    known = type(module).__name__ in _SQUEEZE_EXCITE and not ours
+    fits = inner & {"SiLU", "ReLU"} and inner & {"Sigmoid", "Hardsigmoid"}
+    return "fusewise.nn.SqueezeExcitation" if known and fits else ""
+
+
+def _share(profile: Profile, *kinds: str) -> float:
+    return sum(profile.kinds.get(kind, 0) for kind in kinds) / sum(profile.kinds.values())
+
+
+def _launches(profile: Profile):
+    bound = profile.wall_us / profile.work_us
+    if profile.device == "cuda":
+        yield Advice(
+            'a CUDA graph: torch.compile(model, mode="reduce-overhead") or '
+            "torch.cuda.make_graphed_callables",
+            bound,
+            f"launch-bound: the GPU idles {profile.idle:.0%} of a step, waiting for "
+            f"{profile.launches:.0f} kernels to be launched one by one",
+        )
+    else:
+        yield Advice(
+            "a larger batch",
+            bound,
+            f"{profile.idle:.0%} of a step runs in no operator: that is Python, and calling "
+            f"{profile.launches:.0f} operators",
+        )
+
+
+def _layout(profile: Profile):
+    share = _share(profile, LAYOUT)
+    bound = amdahl(share, float("inf"))
+    if profile.channels_last:
+        named = ", ".join(list(profile.conversions)[:2])
+        why = f"channels_last is set, yet {share:.0%} of the work converts layouts: {named}"
+        yield Advice("find the module that gives back another layout", bound, why)
+        return
+    why = f"{share:.0%} of the work converts layouts"
+    convolutions = _share(profile, CONVOLUTION)
+    if profile.device == "cuda" and profile.amp and convolutions > 0.1:
+        # The conversions are only what is seen; how much faster the convolutions get is not.
+        why += f", and {convolutions:.0%} are half-precision convolutions, which want NHWC"
+        bound = max(bound, _WORTH)
+    yield Advice("--channels-last, here and in your own script", bound, why)
+
+
+def _operators(profile: Profile):
+    for kind in profile.modules:
+        if operator := operator_for(kind.module):
+            yield Advice(
+                f"{operator} for {kind.name}",
+                amdahl(kind.share, kind.to_floor),
+                f"{kind.calls} calls take {kind.share:.0%} of the work and are "
+                f"{kind.to_floor:.1f} times from their floor",
+            )
+
+
+def _compile(profile: Profile):
+    if COMPILED in profile.kinds:
+        return
+    share = _share(profile, ELEMENTWISE, NORMALISATION, COPY)
+    yield Advice(
+        "torch.compile",
+        amdahl(share, float("inf")),
+        f"{share:.0%} of the work is elementwise, normalisation and copies, which a compiler can "
+        "join; how much of it goes away, only a try tells",
+    )
+
+
+def _nothing(profile: Profile) -> Advice:
+    share = _share(profile, CONVOLUTION, PRODUCT)
+    return Advice(
+        "nothing: already at the floor",
+        1.0,
+        f"{share:.0%} of the work is convolutions and matrix products, which the vendor's library "
+        "does, and nothing else is worth a try",
+    )
