@@ -102,7 +102,8 @@ def test() -> list[Callable[[], Outcome]]:
     pytest = [sys.executable, "-m", "pytest", "-q", "--device=cuda"]
 
     def counted(step: str, command: list) -> Outcome:
-        outcome = run(step, command, timeout=240, show=False)
+        # Several at once: with all cores each, they would only wait for each other.
+        outcome = run(step, command, timeout=300, show=False, OMP_NUM_THREADS="4")
         outcome.detail = count_tests(OUT / f"{step}.xml") or outcome.detail
         return outcome
 

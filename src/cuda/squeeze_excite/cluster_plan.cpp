@@ -133,13 +133,15 @@ double expected_time(const ClusterProblem& problem, const ClusterPlan& plan) {
   const std::int64_t full = problem.n / plan.clusters, rest = problem.n % plan.clusters;
   const double steps = static_cast<double>(full + (rest > 0 ? 1 : 0));
   const double moving = full * move(plan.clusters) + (rest > 0 ? move(rest) : 0);
-  const double row = problem.planar ? 256 : std::min(256, plan.channels * problem.element_bytes);
+  // Bytes that neighbouring threads read side by side.
+  const double row =
+      std::min(256, problem.planar ? 16 * plan.strands : plan.channels * problem.element_bytes);
+  const double short_rows = (problem.planar ? 4 : 1) * cost.short_rows * (1 - row / 256);
   const bool two_together = cut.threads < kClusterMostThreads && steps > 1;
   const double product = 1.0 * problem.r * plan.channels / cut.threads;
   const double weights =
       2.0 * problem.r * plan.channels * problem.weight_bytes * plan.clusters * cut.blocks() / 4e6;
-  return moving * (cost.moving + cost.short_rows * (1 - row / 256) +
-                   (two_together ? cost.two_together : 0)) +
+  return moving * (cost.moving + short_rows + (two_together ? cost.two_together : 0)) +
          steps * (cost.step + cost.product * product +
                   (cut.pixel_slices > 1 ? cost.pixel_exchange : 0) +
                   (cut.channel_slices > 1 ? cost.channel_exchange : 0)) +

@@ -9,7 +9,9 @@ namespace fusewise::cuda {
 namespace {
 
 template <typename Call>
-constexpr Implementation<Call> kTwoPass{"two_pass", two_pass_declines, two_pass_run};
+constexpr Implementation<Call> kTwoPass{
+    "two_pass", two_pass_declines, two_pass_run,
+    [](const Context&, const Call& call) { return two_pass_yields(call.x); }};
 
 template <typename Call>
 constexpr Implementation<Call> kGeneral{

@@ -8,6 +8,7 @@ namespace fusewise::cuda {
 
 std::string two_pass_declines(const Context& context, const SqueezeExciteForward& call);
 std::string two_pass_declines(const Context& context, const SqueezeExciteBackward& call);
+std::string two_pass_yields(const TensorView& x);
 void two_pass_run(const Context& context, const SqueezeExciteForward& call);
 void two_pass_run(const Context& context, const SqueezeExciteBackward& call);
 
