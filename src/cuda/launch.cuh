@@ -71,7 +71,7 @@ __device__ __forceinline__ void sleep_for(int nanoseconds) {
   long long now, end;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   for (end = now + nanoseconds; now < end;) {
-    asm volatile("nanosleep.u32 500;");
+    asm volatile("nanosleep.u32 100;");
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   }
 }

@@ -353,15 +353,6 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
     for (int i = thread * kWeights; i < a.r * channels; i += threads * kWeights) {
       copy_vector(w2 + i, from2 + i);
     }
-    if constexpr (!kBackward) {
-      const W *b1 = static_cast<const W*>(a.b1), *b2 = static_cast<const W*>(a.b2);
-#pragma unroll 1
-      for (int r = thread; r < a.r; r += threads) bias[r] = b1 ? to_accumulator<float>(b1[r]) : 0.f;
-#pragma unroll 1
-      for (int c = thread; c < channels; c += threads) {
-        offset[c] = b2 ? to_accumulator<float>(b2[first_channel + c]) : 0.f;
-      }
-    }
   };
   // What is needed first comes first; but in forward the weights come from L2 while the image is
   // still on its way from memory.
@@ -384,6 +375,15 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
   if constexpr (kBackward) {
     fetch_saved(cluster, 0);
     fetch_weights();
+  } else {
+    // These wait for their loads, so they come last.
+    const W *b1 = static_cast<const W*>(a.b1), *b2 = static_cast<const W*>(a.b2);
+#pragma unroll 1
+    for (int r = thread; r < a.r; r += threads) bias[r] = b1 ? to_accumulator<float>(b1[r]) : 0.f;
+#pragma unroll 1
+    for (int c = thread; c < channels; c += threads) {
+      offset[c] = b2 ? to_accumulator<float>(b2[first_channel + c]) : 0.f;
+    }
   }
 
   int turn = 0, phase = 0;
