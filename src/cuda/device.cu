@@ -42,7 +42,6 @@ DeviceLimits ask(int device) {
       .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device),
       .shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
       .block_shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-      .cooperative = attribute(cudaDevAttrCooperativeLaunch, device) != 0,
   };
 }
 
@@ -73,7 +72,8 @@ const DeviceLimits& limits_of(Device device) {
 void allow_all(const void* kernel, Device device) {
   // A launch costs a few microseconds, and these calls would add as much.
   thread_local std::set<std::pair<const void*, int>> done;
-  if (!done.emplace(kernel, device.index).second) return;
+  const std::pair key(kernel, device.index);
+  if (done.contains(key)) return;
   const DeviceLimits& limits = limits_of(device);
   const CurrentDevice current(device);
   cudaFuncAttributes built{};
@@ -82,10 +82,12 @@ void allow_all(const void* kernel, Device device) {
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   limits.block_shared_memory - fixed),
              "allowing a kernel its shared memory");
-  if (limits.capability >= 90) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-               "allowing large clusters");
+  if (limits.capability >= 90 &&
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
+          cudaSuccess) {
+    static_cast<void>(cudaGetLastError());  // a GPU that has none; plans do without
   }
+  done.insert(key);
 }
 
 void* allocate(const Context& context, std::size_t bytes) {

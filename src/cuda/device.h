@@ -11,7 +11,6 @@ struct DeviceLimits {
   int multiprocessors;      ///< 132 on an H200
   int shared_memory;        ///< bytes of one multiprocessor
   int block_shared_memory;  ///< bytes that one block may have at the most
-  bool cooperative;         ///< whether grid-wide barriers are supported
 };
 
 const DeviceLimits& limits_of(Device device);

@@ -16,8 +16,9 @@ struct Launch {
   std::int64_t blocks;
   int threads;
   std::size_t shared_bytes = 0;
-  /// Its blocks may start while the kernel before is at its end (Hopper and newer). Then it calls
-  /// wait_for_previous_kernel() before it touches what that kernel wrote.
+  /// Its blocks may start while the kernel before is at its end (Hopper and newer). Such a kernel
+  /// always calls wait_for_previous_kernel(), before it touches what others wrote or read, and
+  /// allow_next_kernel() only after that: then all before its predecessor is done, too.
   bool overlaps_previous = false;
   /// Blocks that share their memory (Hopper and newer); `blocks` is a multiple of it.
   int cluster = 1;
@@ -70,7 +71,9 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 __device__ __forceinline__ void sleep_for(int nanoseconds) {
   long long now, end;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  for (end = now + nanoseconds; now < end;) {
+  // Bounded, in case the timer stands still.
+  end = now + nanoseconds;
+  for (int i = 0; now < end && i <= nanoseconds / 50; ++i) {
     asm volatile("nanosleep.u32 100;");
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   }

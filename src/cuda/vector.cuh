@@ -72,7 +72,7 @@ __device__ __forceinline__ Vector<T> load_vector(const T* address) {
 template <typename T>
 __device__ __forceinline__ Vector<T> load_once(const T* address) {
   uint4 bits;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
                : "l"(address));
   return reinterpret_cast<const Vector<T>&>(bits);

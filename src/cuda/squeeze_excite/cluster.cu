@@ -638,9 +638,11 @@ ClusterLimits ask_limits(Device device) {
       config.dynamicSmemBytes = shared_memory;
       config.attrs = &attribute;
       config.numAttrs = 1;
-      check_cuda(
-          cudaOccupancyMaxActiveClusters(&result.clusters[together - 1][size], kernel, &config),
-          "counting clusters");
+      int& clusters = result.clusters[together - 1][size];
+      if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+        clusters = 0;  // a GPU that has no clusters of this size says so with an error
+        static_cast<void>(cudaGetLastError());
+      }
     }
   }
   return result;
@@ -689,8 +691,11 @@ std::string declines(const Context& context, const Call& call,
   if (call.x.sizes[1] * std::min(size_of(call.x.dtype), size_of(call.w1.dtype)) % 16 != 0) {
     return "the channels are not a multiple of 16 bytes";
   }
+  if (call.w1.sizes[0] > kClusterMostThreads) return "there are more hidden units than threads";
+  const std::int64_t plane = call.x.sizes[2] * call.x.sizes[3] * size_of(call.x.dtype);
+  if (!is_channels_last(call.x) && plane % 16 != 0) return "a plane is not a multiple of 16 bytes";
   if (!plan_for(context, call)) {
-    return "a sample and its weights do not fit in the registers and shared memory of a cluster";
+    return "no cut of a sample and its weights fits a cluster's registers and shared memory";
   }
   return {};
 }

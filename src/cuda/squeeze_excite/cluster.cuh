@@ -9,6 +9,7 @@ namespace fusewise::cuda {
 
 std::string cluster_declines(const Context& context, const SqueezeExciteForward& call);
 std::string cluster_declines(const Context& context, const SqueezeExciteBackward& call);
+/// Where two passes, if they take the call, are faster.
 std::string cluster_yields(const Context& context, const SqueezeExciteBackward& call);
 void cluster_run(const Context& context, const SqueezeExciteForward& call);
 void cluster_run(const Context& context, const SqueezeExciteBackward& call);

@@ -28,8 +28,14 @@ Implementations<SqueezeExciteForward> squeeze_excite_forward() {
 
 Implementations<SqueezeExciteBackward> squeeze_excite_backward() {
   using Call = SqueezeExciteBackward;
-  static constexpr Implementation<Call> list[] = {
-      {"cluster", cluster_declines, cluster_run, cluster_yields}, kTwoPass<Call>, kGeneral<Call>};
+  static constexpr Implementation<Call> list[] = {{"cluster", cluster_declines, cluster_run,
+                                                   [](const Context& context, const Call& call) {
+                                                     return two_pass_declines(context, call).empty()
+                                                                ? cluster_yields(context, call)
+                                                                : std::string();
+                                                   }},
+                                                  kTwoPass<Call>,
+                                                  kGeneral<Call>};
   return list;
 }
 

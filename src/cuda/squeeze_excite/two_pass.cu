@@ -417,6 +417,8 @@ __global__ void __launch_bounds__(kThreads) squeeze_kernel(const __grid_constant
 template <typename T, typename W, Cut kCut, bool kBackward>
 __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(16) float shared[];
+  // Before its own wait, which is right only because the first pass overlaps nothing: all before
+  // that one is done.
   allow_next_kernel();
   // Backwards: what the first pass read last is in L2.
   const Part<T, kCut> part(a, gridDim.x - 1 - blockIdx.x);

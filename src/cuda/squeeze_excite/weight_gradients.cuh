@@ -2,7 +2,7 @@
 
 // The gradients of the weights, from the small vectors of every sample: a kernel that every
 // implementation of the backward ends with. It reads what forward saved before the kernel before it
-// is done, so that one lets it start only when all before that one is.
+// is done: that one lets it start only when forward is.
 
 #include <optional>
 
