@@ -54,13 +54,15 @@ def busy_machine(environment: dict) -> list[str]:
 
 
 def commit() -> str | None:
-    """The commit of this source tree; FUSEWISE_COMMIT says it where git cannot."""
+    """The commit of this source tree; FUSEWISE_COMMIT says it where git does not know."""
+    if named := os.environ.get("FUSEWISE_COMMIT"):
+        return named
     root = Path(__file__).parents[3]
-    revision = None
-    if (root / "include" / "fusewise").is_dir():  # not some other repository around an environment
-        revision = _output("git", "-C", root, "rev-parse", "--short=12", "HEAD")
+    if not (root / "include" / "fusewise").is_dir():  # some other repository around an environment
+        return None
+    revision = _output("git", "-C", root, "rev-parse", "--short=12", "HEAD")
     if revision is None:
-        return os.environ.get("FUSEWISE_COMMIT")
+        return None
     changed = _output("git", "-C", root, "status", "--porcelain", "--untracked-files=no")
     return f"{revision} with local changes" if changed else revision
 
