@@ -133,6 +133,10 @@ def _bench(chosen: argparse.Namespace) -> int:
     shown = progress.for_output()
     try:
         results = bench.run(options, shown)
+    except bench.Broken as broken:
+        shown.stop()
+        _say_written(report.write(broken.results, chosen.out))
+        raise broken.__cause__ from None
     finally:
         shown.stop()
     report.show(results)

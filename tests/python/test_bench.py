@@ -8,7 +8,7 @@ import torch
 
 import fusewise
 from fusewise import bench, cli
-from fusewise.bench import accuracy, progress, report, schema
+from fusewise.bench import accuracy, progress, report, runner, schema
 from fusewise.bench.baselines import caller
 from fusewise.bench.cases import read, recast, select
 from fusewise.bench.families import FAMILIES, squeeze_excite
@@ -109,6 +109,48 @@ def test_an_interrupt_keeps_what_was_done(monkeypatch):
     assert results["interrupted"]
     assert len(results["rows"]) == 1
     assert "INTERRUPTED" in report.markdown(results)
+
+
+LARGE = {"name": "large", "shape": [800, 9_600_000, 28, 28], "reduced": 2, "dtype": "float32"}
+
+
+def cases_file(path, *cases):
+    path.write_text(json.dumps({"family": "squeeze_excite", "cases": cases}))
+    return ["bench", "--device", "cpu", "--baseline", "eager", "--cases", str(path)]
+
+
+def test_a_case_that_does_not_fit_is_a_row(tmp_path):
+    """The CPU's allocator raises a plain RuntimeError."""
+    small = LARGE | {"name": "small", "shape": [2, 4, 3, 3]}
+    command = cases_file(tmp_path / "cases.json", LARGE, small)
+    assert cli.main([*command, "--out", str(tmp_path)]) == 1
+    rows = schema.read(tmp_path / "results.json")["rows"]
+    assert [row.get("failed") for row in rows] == ["out of memory"] * 2 + [None] * 2
+
+
+def test_memory_that_runs_out_while_timing_is_a_row(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(runner, "_time", fail)
+    assert cli.main([*FAST, "--out", str(tmp_path)]) == 1
+    rows = schema.read(tmp_path / "results.json")["rows"]
+    assert [row["failed"] for row in rows] == ["out of memory while measuring"] * 2
+
+
+def test_an_error_keeps_what_was_done(tmp_path, monkeypatch):
+    right = runner._time
+
+    def fail(case, mode, *rest):
+        if mode == BOTH:
+            raise LookupError("nobody expected this")
+        return right(case, mode, *rest)
+
+    monkeypatch.setattr(runner, "_time", fail)
+    with pytest.raises(LookupError, match="nobody expected this"):
+        cli.main([*FAST, "--out", str(tmp_path)])
+    results = schema.read(tmp_path / "results.json")
+    assert results["interrupted"] and [row["mode"] for row in results["rows"]] == [FORWARD]
 
 
 def test_a_busy_machine_is_said_on_a_cpu_only():

@@ -53,6 +53,14 @@ class Effort:
 _EFFORT = {"quick": Effort(15, 0.4), "full": Effort(21, 0.2)}
 
 
+class Broken(Exception):
+    """An error that nobody expected, its cause, ended a run; `results` has what was done."""
+
+    def __init__(self, results: dict):
+        super().__init__("the benchmark ended with an error")
+        self.results = results
+
+
 def run(options: Options, progress: Progress) -> dict:
     """The results as they are written to results.json; what an interrupt leaves is kept."""
     device = usable_device(options.device)
@@ -74,6 +82,13 @@ def run(options: Options, progress: Progress) -> dict:
         _run(options, cases, results, progress)
     except KeyboardInterrupt:
         results["interrupted"] = True
+    except Exception as error:
+        results["interrupted"] = True
+        raise Broken(_ended(results, cases)) from error
+    return _ended(results, cases)
+
+
+def _ended(results: dict, cases: list[Case]) -> dict:
     here = results["environment"]
     here["load"] = max(here["load"], environment.load())  # someone may have come meanwhile
     results["sums"] = list(sums(results["rows"], cases))
@@ -136,7 +151,9 @@ def _measure(family, case, options, ceilings, progress):
         workload = family.build(case, device, _buffers(family, case, device))
         candidates = functions(workload, options.baselines)
         checks = _check(family, case, workload, candidates, progress)
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not _out_of_memory(error):
+            raise
         for mode in MODES:
             yield {**_describe(family, case, mode, ceilings), "failed": "out of memory"}
         return
@@ -160,12 +177,21 @@ def _measure(family, case, options, ceilings, progress):
         }
         try:
             times = _time(case, mode, calls, workload, device, _EFFORT[options.size], progress)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not _out_of_memory(error):
+                raise
+            del row["contenders"]
             yield {**row, "failed": "out of memory while measuring"}
             continue
         row["contenders"] |= times
         row["against"] = {name: ratios(row, name) for name in times if name != OURS}
         yield row
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch has a type of its own for this on a GPU; on a CPU it only says so."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def _buffers(family: Family, case: Case, device: str) -> int:
@@ -209,9 +235,9 @@ def _check(family, case, workload, candidates, progress) -> dict[str, dict]:
                 continue
             try:
                 outputs = caller(function, workload, mode)(0)
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # a baseline that cannot run is a row's remark, not its end
+                if _out_of_memory(error):
+                    raise
                 checks[mode][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]
                 continue
             check = accuracy.check(family.outputs, outputs, right, expected)
