@@ -252,9 +252,14 @@ def test_nothing_is_said_where_nothing_is_worth_a_try():
 def test_operators_for_modules_of_others():
     torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
     timm = pytest.importorskip("timm", reason="timm is not installed")
-    theirs = [torchvision.ops.SqueezeExcitation(8, 2), timm.layers.SEModule(16)]
-    for module in theirs:
-        assert advice.operator_for(module) == "fusewise.nn.SqueezeExcitation"
+    theirs = torchvision.ops.SqueezeExcitation
+    for module, arguments in (
+        (theirs(8, 2, nn.SiLU), ""),
+        (theirs(8, 2), '(..., activation="relu")'),
+        (theirs(8, 2, nn.ReLU, nn.Hardsigmoid), '(..., activation="relu", gate="hardsigmoid")'),
+        (timm.layers.SEModule(16), '(..., activation="relu")'),
+    ):
+        assert advice.operator_for(module) == f"fusewise.nn.SqueezeExcitation{arguments}"
     hard = torchvision.ops.SqueezeExcitation(8, 2, activation=nn.Tanh)
     for module in (fusewise.nn.SqueezeExcitation(8, 2), hard, nn.ReLU()):
         assert advice.operator_for(module) == ""

@@ -26,12 +26,23 @@ def advise(profile: Profile) -> list[Advice]:
 
 
 def operator_for(module: nn.Module) -> str:
-    """The operator of fusewise that stands for a module; empty where there is none."""
+    """The operator of fusewise that stands for a module, with the arguments that are not its
+    defaults; empty where there is none."""
     inner = {type(child).__name__ for child in module.modules()}
     ours = type(module).__module__.startswith("fusewise")
-    known = type(module).__name__ in _SQUEEZE_EXCITE and not ours
-    fits = inner & {"SiLU", "ReLU"} and inner & {"Sigmoid", "Hardsigmoid"}
-    return "fusewise.nn.SqueezeExcitation" if known and fits else ""
+    activation, gate = inner & {"SiLU", "ReLU"}, inner & {"Sigmoid", "Hardsigmoid"}
+    if ours or type(module).__name__ not in _SQUEEZE_EXCITE or not (activation and gate):
+        return ""
+    others = [
+        f'{name}="{found.pop().lower()}"'
+        for name, found, default in (
+            ("activation", activation, {"SiLU"}),
+            ("gate", gate, {"Sigmoid"}),
+        )
+        if found != default
+    ]
+    arguments = f"({', '.join(['...', *others])})" if others else ""
+    return f"fusewise.nn.SqueezeExcitation{arguments}"
 
 
 def _share(profile: Profile, *kinds: str) -> float:
