@@ -107,6 +107,11 @@ def test_a_damaged_or_older_result(fails, tmp_path, text, said):
     assert said in fails("compare", "old.json", "old.json")
 
 
+def test_a_result_that_is_not_text(fails, tmp_path):
+    (tmp_path / "old.json").write_bytes(b"\xff\xfe\x00")
+    assert fails("compare", "old.json", "old.json").endswith("is not text; expected JSON")
+
+
 def test_debug_shows_where_an_error_came_from(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.json").write_text(json.dumps([]))

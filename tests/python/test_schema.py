@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 
@@ -38,6 +39,18 @@ def test_what_is_written_is_read_back(tmp_path):
         (
             lambda r: r["rows"][4]["contenders"]["eager"]["gpu"]["samples"].clear(),
             "rows[4].contenders.eager.gpu.samples are no times",
+        ),
+        (
+            lambda r: r["rows"][2]["contenders"]["eager"]["wall"]["samples"].append(math.nan),
+            "rows[2].contenders.eager.wall.samples are no times",
+        ),
+        (
+            lambda r: r["rows"][1].pop("contenders"),
+            "rows[1] has neither failed nor times in contenders.fusewise",
+        ),
+        (
+            lambda r: r["rows"][1]["contenders"].pop("fusewise"),
+            "rows[1] has neither failed nor times in contenders.fusewise",
         ),
         (
             lambda r: r["rows"][0]["contenders"]["eager"].update(gpu=3.0),

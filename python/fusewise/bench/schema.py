@@ -4,6 +4,7 @@ A change that an older reader would stumble over raises VERSION.
 """
 
 import json
+import math
 from pathlib import Path
 
 from .._usage import UsageError
@@ -79,6 +80,8 @@ def read(path: Path) -> dict:
         results = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not text; expected JSON") from error
     except ValueError as error:
         raise UsageError(f"{path}: damaged, not JSON: {error}") from error
     if not isinstance(results, dict) or "schema" not in results:
@@ -99,12 +102,16 @@ def problem(results: dict) -> str:
 
 
 def _untimed(rows: list[dict]) -> str:
-    """Ratios need times above zero, and more than one for an interval."""
+    """A row is failed or has times of ours. Ratios need times above zero, and more than one for an
+    interval."""
     for i, row in enumerate(rows):
+        ours = row.get("contenders", {}).get("fusewise", {})
+        if "failed" not in row and not ours.keys() & {"wall", "gpu"}:
+            return f"rows[{i}] has neither failed nor times in contenders.fusewise"
         for name, contender in row.get("contenders", {}).items():
             for clock in contender.keys() & {"wall", "gpu"}:
                 samples = contender[clock]["samples"]
-                if len(samples) < 2 or min(samples) <= 0:
+                if len(samples) < 2 or not all(0 < t < math.inf for t in samples):
                     return f"rows[{i}].contenders.{name}.{clock}.samples are no times"
     return ""
 
