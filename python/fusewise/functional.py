@@ -46,13 +46,16 @@ def squeeze_excite(
                 "transforms and forward-mode AD only torch's own operators run"
             )
         return _formula(x, w1, b1, w2, b2, activation, gate)
-    wants_gradient = torch.is_grad_enabled() and (
-        x.requires_grad
-        or w1.requires_grad
-        or w2.requires_grad
-        or (b1 is not None and b1.requires_grad)
-        or (b2 is not None and b2.requires_grad)
-    )
+    try:
+        wants_gradient = torch.is_grad_enabled() and (
+            x.requires_grad
+            or w1.requires_grad
+            or w2.requires_grad
+            or (b1 is not None and b1.requires_grad)
+            or (b2 is not None and b2.requires_grad)
+        )
+    except AttributeError as error:
+        raise _ops.wrong_type(x, w1, b1, w2, b2, activation, gate) or error from None
     forced, forced_backward = settings.squeeze_excite, settings.squeeze_excite_backward
     if wants_gradient:
         y = _SqueezeExcite.apply(x, w1, b1, w2, b2, activation, gate, forced, forced_backward)
@@ -107,6 +110,8 @@ def _forward(x, w1, b1, w2, b2, activation, gate, save, forced):
     try:
         return _ops.squeeze_excite(x, w1, b1, w2, b2, activation, gate, save, forced)
     except RuntimeError as error:
+        if wrong := _ops.wrong_type(x, w1, b1, w2, b2, activation, gate):
+            raise wrong from None
         raise _ops.rephrased(error, x=x, w1=w1, b1=b1, w2=w2, b2=b2) from None
 
 

@@ -8,6 +8,7 @@ import math
 import re
 import threading
 
+import numpy
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -177,6 +178,40 @@ def test_unknown_function(case, name, value):
     arguments = [*case.inputs, "silu", "sigmoid"]
     arguments[5 if name == "activation" else 6] = value
     assert_refused(arguments, name, f"got '{value}'")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"x": numpy.zeros((2, 6, 4, 5), "float32")}, "x: expected a tensor, got numpy.ndarray"),
+        ({"x": [1.0]}, "x: expected a tensor, got list"),
+        ({"x": None}, "x: expected a tensor, got None"),
+        ({"w1": None}, "w1: expected a tensor, got None"),
+        ({"b1": 0.0}, "b1: expected a tensor or None, got float"),
+        ({"w2": 3}, "w2: expected a tensor, got int"),
+        ({"activation": torch.nn.ReLU}, "activation: expected 'silu' or 'relu', got <class"),
+        ({"gate": None}, "gate: expected 'sigmoid' or 'hardsigmoid', got None"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_are_no_tensors_and_no_texts(case, change, said):
+    arguments = replaced(case, **{"activation": "silu", "gate": "sigmoid"} | change)
+
+    def with_gradient():
+        squeeze_excite(
+            *(t.clone().requires_grad_() if _differentiable(t) else t for t in arguments)
+        )
+
+    def without():
+        with torch.no_grad():
+            squeeze_excite(*arguments)
+
+    def transformed():
+        torch.func.vmap(lambda _: squeeze_excite(*arguments))(torch.ones(2))
+
+    for way in (with_gradient, without, transformed):
+        with pytest.raises(TypeError, match=f"^{re.escape(said)}"):
+            way()
 
 
 def _sparse(t):

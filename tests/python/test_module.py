@@ -195,6 +195,22 @@ def test_bad_arguments(arguments, message):
         SqueezeExcitation(*arguments)
 
 
-def test_wrong_channels_name_the_argument():
-    with pytest.raises(RuntimeError, match=r"^w1: expected .*11"):
-        SqueezeExcitation(12, 3)(torch.randn(2, 11, 5, 7))
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"reduced": 2.0}, "reduced: expected a whole number, got 2.0"),
+        ({"channels": "8"}, "channels: expected a whole number, got '8'"),
+        ({"dtype": torch.int32}, "dtype: expected a floating dtype, got torch.int32"),
+    ],
+)
+def test_arguments_of_another_type_are_named(arguments, said):
+    with pytest.raises((TypeError, ValueError), match=f"^{said}"):
+        SqueezeExcitation(**{"channels": 8, "reduced": 2} | arguments)
+
+
+def test_a_wrong_number_of_channels_is_xs(device):
+    module = SqueezeExcitation(8, 2, device=device)
+    with pytest.raises(RuntimeError, match="^x: expected 8 channels, got 9$"):
+        module(torch.ones(2, 9, 3, 3, device=device))
+    with pytest.raises(RuntimeError, match="^x: expected 4 dimensions"):
+        module(torch.ones(9, 3, 3, device=device))

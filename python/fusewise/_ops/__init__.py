@@ -8,6 +8,7 @@ from .squeeze_excite import (
     squeeze_excite,
     squeeze_excite_backward,
     squeeze_excite_explain,
+    wrong_type,
 )
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "squeeze_excite",
     "squeeze_excite_backward",
     "squeeze_excite_explain",
+    "wrong_type",
 ]

@@ -12,11 +12,34 @@ _HALF = (torch.float16, torch.bfloat16)
 _FLOATING = (torch.float32, torch.float64, *_HALF)
 
 
+def wrong_type(x, w1, b1, w2, b2, activation, gate):
+    """A TypeError that names the first argument that is no tensor or no text, or None.
+
+    Asked after something has failed: what is said then is about attributes and schemas.
+    """
+    for name, value in (("x", x), ("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2)):
+        optional = name[0] == "b"
+        if not isinstance(value, torch.Tensor) and not (optional and value is None):
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            got = "None" if value is None else kind.removeprefix("builtins.")
+            return TypeError(f"{name}: expected a tensor{' or None' * optional}, got {got}")
+    for name, value, known in (
+        ("activation", activation, "'silu' or 'relu'"),
+        ("gate", gate, "'sigmoid' or 'hardsigmoid'"),
+    ):
+        if not isinstance(value, str):
+            return TypeError(f"{name}: expected {known}, got {value!r}")
+    return None
+
+
 def check_squeeze_excite(x, w1, b1, w2, b2, activation, gate):
     """The operator's own checks, for the ways that do not reach it: tracing and torch.func.
 
     Sizes may be symbols here; nothing compares the batch, so it stays free.
     """
+
+    if error := wrong_type(x, w1, b1, w2, b2, activation, gate):
+        raise error
 
     def refuse(message):
         raise RuntimeError(message)

@@ -1,9 +1,13 @@
 """Squeeze-and-Excitation as a module."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
 from .. import functional
+
+_DTYPES = (None, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class SqueezeExcitation(torch.nn.Module):
@@ -32,6 +36,8 @@ class SqueezeExcitation(torch.nn.Module):
     ):
         super().__init__()
         for name, value in (("channels", channels), ("reduced", reduced)):
+            if not isinstance(value, Integral):
+                raise TypeError(f"{name}: expected a whole number, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         for name, value, known in (
@@ -40,6 +46,8 @@ class SqueezeExcitation(torch.nn.Module):
         ):
             if value not in known:
                 raise ValueError(f"{name}: expected {known[0]!r} or {known[1]!r}, got {value!r}")
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype: expected a floating dtype, got {dtype}")
         self.activation = activation
         self.gate = gate
         self.fc1 = torch.nn.Conv2d(channels, reduced, 1, bias=bias, device=device, dtype=dtype)
@@ -52,9 +60,16 @@ class SqueezeExcitation(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
-        return functional.squeeze_excite(
-            x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, self.activation, self.gate
-        )
+        try:
+            return functional.squeeze_excite(
+                x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, self.activation, self.gate
+            )
+        except RuntimeError as error:
+            channels = fc1.weight.shape[1]
+            if x.dim() == 4 and x.shape[1] != channels:
+                message = f"x: expected {channels} channels, got {x.shape[1]}"
+                raise RuntimeError(message) from error
+            raise
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, gate={self.gate!r}"
