@@ -118,7 +118,6 @@ def _bench(chosen: argparse.Namespace) -> int:
     _known("--baseline", chosen.baseline or (), BASELINES)
     _known("--dtype", filter(None, [chosen.dtype]), DTYPES)
     _known("--layout", filter(None, [chosen.layout]), LAYOUTS)
-    _make_writable(chosen.out)
     options = bench.Options(
         families=tuple(families) or tuple(FAMILIES),
         device=chosen.device or "",
@@ -130,15 +129,21 @@ def _bench(chosen: argparse.Namespace) -> int:
         layout=chosen.layout,
         arguments=tuple(chosen.arguments),
     )
+    bench.plan(options)  # what is wrong with them is said before a folder is made
+    _make_writable(chosen.out)
     shown = progress.for_output()
     try:
         results = bench.run(options, shown)
     except bench.Broken as broken:
         shown.stop()
-        _say_written(report.write(broken.results, chosen.out))
+        if broken.results["rows"]:
+            _say_written(report.write(broken.results, chosen.out))
         raise broken.__cause__ from None
     finally:
         shown.stop()
+    if not results["rows"]:
+        print("fusewise bench: interrupted before the first row, nothing written", file=sys.stderr)
+        return 130
     report.show(results)
     _say_written(report.write(results, chosen.out))
     if results["interrupted"]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 import torch
@@ -109,6 +110,40 @@ def test_an_interrupt_keeps_what_was_done(monkeypatch):
     assert results["interrupted"]
     assert len(results["rows"]) == 1
     assert "INTERRUPTED" in report.markdown(results)
+
+
+def test_an_interrupt_before_the_first_row_leaves_older_results(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner.floor, "measure_ceilings", interrupted)
+    (tmp_path / "results.json").write_text("older")
+    assert cli.main([*FAST, "--out", str(tmp_path)]) == 130
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["older"]
+    assert "before the first row, nothing written" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_no_plot_of_an_earlier_run_is_left(tmp_path):
+    """Without a baseline that could run there is no ratio to plot."""
+    for name in ("speedup.png", "mine.png"):
+        (tmp_path / name).write_text("older")
+    results = gpu_results() | {"sums": [], "device": "cpu"}
+    for row in results["rows"]:
+        row["against"] = {}
+    written = [path.name for path in report.write(results, tmp_path)]
+    assert "speedup.png" not in written and "floor.png" in written
+    assert {path.name for path in tmp_path.iterdir()} == {*written, "mine.png"}
+    assert "On a CPU a copy is not the fastest" in (tmp_path / "report.html").read_text()
+
+
+def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "fusewise.bench.plots", raising=False)
+    monkeypatch.delattr("fusewise.bench.plots", raising=False)
+    report.write(gpu_results(), tmp_path)
+    said = capsys.readouterr().err
+    assert "matplotlib is not installed; it comes with fusewise[bench]" in said
 
 
 LARGE = {"name": "large", "shape": [800, 9_600_000, 28, 28], "reduced": 2, "dtype": "float32"}

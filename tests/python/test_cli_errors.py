@@ -90,7 +90,9 @@ CASES = """{
 def test_a_wrong_field_of_a_case_file_is_named_with_its_line(fails, tmp_path, old, new, said):
     assert CASES.count(old) >= 1
     (tmp_path / "mine.json").write_text(CASES.replace(old, new))
-    assert f"mine.json{said}" in fails("bench", "--device", "cpu", "--cases", "mine.json")
+    command = ["bench", "--device", "cpu", "--cases", "mine.json", "--out", "out"]
+    assert f"mine.json{said}" in fails(*command)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,6 @@ A family of operators plugs in with a cases file, a builder of callables and its
 (`families/`); everything else here is common to all of them.
 """
 
-from .runner import Broken, Options, run
+from .runner import Broken, Options, plan, run
 
-__all__ = ["Broken", "Options", "run"]
+__all__ = ["Broken", "Options", "plan", "run"]

@@ -22,19 +22,22 @@ def plots(results: dict) -> list[Plot]:
         return []
     pyplot.close("all")
     clock = main_clock(rows[0])
-    return [
-        Plot(
-            "speedup",
+    found = []
+    if compared := [row for row in rows if row["against"]]:
+        caption = (
             "How many times as long each baseline takes, with 95 % intervals. Left of the line, "
-            "ours is slower.",
-            _ratios(results, rows),
-        ),
-        Plot(
-            "floor",
-            f"Which share of its {clock} time ours would need at the floor. At 100 % nothing "
-            "faster is possible but from a cache.",
-            _shares(rows, clock),
-        ),
+            "ours is slower."
+        )
+        found.append(Plot("speedup", caption, _ratios(results, compared)))
+    caption = (
+        f"Which share of its {clock} time ours would need at the floor. At 100 % nothing faster is "
+        "possible but from a cache"
+    )
+    if results["device"] == "cpu":
+        caption += ". On a CPU a copy is not the fastest that memory can do"
+    return [
+        *found,
+        Plot("floor", f"{caption}.", _shares(rows, clock)),
         Plot(
             "size",
             f"{CLOCKS[clock]} against the bytes that must move. Points on the dashed line are "

@@ -23,6 +23,8 @@ LEGEND = (
 
 def write(results: dict, folder: Path) -> list[Path]:
     """results.json, summary.md and, where matplotlib and jinja2 are there, plots and a page."""
+    for name in ("report.html", "speedup.png", "floor.png", "size.png"):
+        (folder / name).unlink(missing_ok=True)  # an earlier run's, which may not come again
     written = [folder / "results.json", folder / "summary.md"]
     written[0].write_text(json.dumps(results, indent=1) + "\n")
     written[1].write_text(markdown(results))
@@ -36,7 +38,8 @@ def write(results: dict, folder: Path) -> list[Path]:
         _write_page(results, folder / "report.html", drawn)
         written.append(folder / "report.html")
     except ImportError as error:
-        print(f"no plots and no page: {error.name} is not installed", file=sys.stderr)
+        missing = f"{error.name} is not installed; it comes with fusewise[bench]"
+        print(f"no plots and no page: {missing}", file=sys.stderr)
     return written
 
 

@@ -63,15 +63,12 @@ class Broken(Exception):
 
 def run(options: Options, progress: Progress) -> dict:
     """The results as they are written to results.json; what an interrupt leaves is kept."""
-    device = usable_device(options.device)
-    baselines = options.baselines or default_baselines(device)
-    options = replace(options, device=device, baselines=baselines)
-    cases = _cases(options)
+    options, cases = plan(options)
     results = {
         "schema": VERSION,
         "command": environment.command(list(options.arguments)),
-        "environment": environment.describe(device),
-        "device": device,
+        "environment": environment.describe(options.device),
+        "device": options.device,
         "set": options.size,
         "baselines": list(options.baselines),
         "interrupted": False,
@@ -86,6 +83,14 @@ def run(options: Options, progress: Progress) -> dict:
         results["interrupted"] = True
         raise Broken(_ended(results, cases)) from error
     return _ended(results, cases)
+
+
+def plan(options: Options) -> tuple[Options, list[Case]]:
+    """The options with nothing left open, and the cases; a UsageError where they make no sense."""
+    device = usable_device(options.device)
+    baselines = options.baselines or default_baselines(device)
+    options = replace(options, device=device, baselines=baselines)
+    return options, _cases(options)
 
 
 def _ended(results: dict, cases: list[Case]) -> dict:

@@ -36,7 +36,8 @@ def write(profile: Profile, folder: Path) -> list[Path]:
         title = f"fusewise profile of {profile.model}"
         write_page(written[-1], title, profile.command, _facts(profile), sections)
     except ImportError as error:
-        print(f"no page: {error.name} is not installed", file=sys.stderr)
+        missing = f"{error.name} is not installed; it comes with fusewise[bench]"
+        print(f"no page: {missing}", file=sys.stderr)
     return written
 
 
