@@ -223,8 +223,17 @@ def test_advice_is_ranked_by_what_it_may_bring():
     graph, compiled, operator = found
     assert "CUDA graph" in graph.what and "idles 60%" in graph.why
     assert graph.bound == pytest.approx(2.5)
-    assert compiled.bound == pytest.approx(4 / 3)
-    assert operator.bound == pytest.approx(analysis.amdahl(0.2, 4))
+    # A quarter and a fifth of the work, which is 40 % of the step.
+    assert compiled.bound == pytest.approx(1 / (1 - 0.1))
+    assert operator.bound == pytest.approx(analysis.amdahl(0.08, 4))
+
+
+def test_bounds_say_of_what_they_are():
+    it = profile(**{kinds.CONVOLUTION: 30e3, kinds.ELEMENTWISE: 10e3}, wall=100e3)
+    _, classes, *_ = report._tables(it)
+    assert "the whole: 40 ms of work" in classes.title
+    assert classes.rows[0][-1] == "1.25x"  # a fifth of the work, and free
+    assert report._advice(it).header[-1] == "step, at most"
 
 
 def test_idle_is_called_by_its_name():

@@ -15,7 +15,7 @@ _SQUEEZE_EXCITE = ("SqueezeExcitation", "SqueezeExcite", "SEModule")
 class Advice:
     what: str
     bound: float
-    """How many times as fast a step gets at most."""
+    """How many times as fast a whole step gets at most, idle time included."""
     why: str
 
 
@@ -49,6 +49,11 @@ def _share(profile: Profile, *kinds: str) -> float:
     return sum(profile.kinds.get(kind, 0) for kind in kinds) / sum(profile.kinds.values())
 
 
+def _bound(profile: Profile, share: float, factor: float = float("inf")) -> float:
+    """Of a step, where a share of the work gets faster and the idle time stays as it is."""
+    return amdahl(share * profile.work_us / profile.wall_us, factor)
+
+
 def _launches(profile: Profile):
     bound = profile.wall_us / profile.work_us
     if profile.device == "cuda":
@@ -70,7 +75,7 @@ def _launches(profile: Profile):
 
 def _layout(profile: Profile):
     share = _share(profile, LAYOUT)
-    bound = amdahl(share, float("inf"))
+    bound = _bound(profile, share)
     if profile.channels_last:
         named = ", ".join(list(profile.conversions)[:2])
         why = f"channels_last is set, yet {share:.0%} of the work converts layouts: {named}"
@@ -90,7 +95,7 @@ def _operators(profile: Profile):
         if operator := operator_for(kind.module):
             yield Advice(
                 f"{operator} for {kind.name}",
-                amdahl(kind.share, kind.to_floor),
+                _bound(profile, kind.share, kind.to_floor),
                 f"{kind.calls} calls take {kind.share:.0%} of the work and are "
                 f"{kind.to_floor:.1f} times from their floor",
             )
@@ -102,7 +107,7 @@ def _compile(profile: Profile):
     share = _share(profile, ELEMENTWISE, NORMALISATION, COPY)
     yield Advice(
         "torch.compile",
-        amdahl(share, float("inf")),
+        _bound(profile, share),
         f"{share:.0%} of the work is elementwise, normalisation and copies, which a compiler can "
         "join; how much of it goes away, only a try tells",
     )

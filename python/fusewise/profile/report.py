@@ -69,7 +69,7 @@ def _lines(profile: Profile) -> list[str]:
     elif profile.idle > _LAUNCH_BOUND:
         idle += (
             ": LAUNCH-BOUND. Until the GPU is kept busy, faster kernels change little, and the "
-            "bounds below hold only after that."
+            "classes' bounds hold only after that."
         )
     else:
         idle += ": not launch-bound."
@@ -82,9 +82,10 @@ def _lines(profile: Profile) -> list[str]:
         )
     if profile.modules:
         lines.append(
-            f"Bounds are Amdahl's, 1 / (1 - s + s / k), of the {_ms(profile.work_us)} ms in which "
-            f"{who} run; {_ms(profile.outside_us)} ms of them belong to no module. A class's time "
-            "has its inner modules in it, so the shares add up to more than 100 %."
+            f"Bounds are Amdahl's, 1 / (1 - s + s / k): a class's of the {_ms(profile.work_us)} ms "
+            f"in which {who} run, that of something to try of the whole step. "
+            f"{_ms(profile.outside_us)} ms of the work belong to no module. A class's time has its "
+            "inner modules in it, so the shares add up to more than 100 %."
         )
     else:
         lines.append("No module inside of the model was seen: a compiled model hides its own.")
@@ -118,7 +119,8 @@ def _tables(profile: Profile) -> list[Table]:
         for kind in _shown(profile)
     ]
     if rows:
-        found.append(Table("Kinds of modules", header, rows))
+        title = f"Kinds of modules (the whole: {_ms(profile.work_us)} ms of work, no idle time)"
+        found.append(Table(title, header, rows))
     if profile.conversions:
         rows = [
             [name, f"{count:.1f}", _ms(us)] for name, (count, us) in profile.conversions.items()
@@ -136,7 +138,8 @@ def _advice(profile: Profile) -> Table:
         [str(rank), item.what, item.why, _times(item.bound)]
         for rank, item in enumerate(advise(profile), 1)
     ]
-    return Table("What to try first", ["", "try", "because", "at most"], rows, text_columns=3)
+    header = ["", "try", "because", "step, at most"]
+    return Table("What to try first", header, rows, text_columns=3)
 
 
 def _plots(profile: Profile) -> list[Plot]:
