@@ -35,7 +35,7 @@ Tensor new_like(const Tensor& like);
 TensorView matrix_at(const TensorView& flat, std::int64_t offset, std::int64_t rows,
                      std::int64_t columns);
 
-/// For the operators that tell what would run: "name\tchosen\treason" a line.
+/// For the operators that tell what would run: "name\tchosen\table\treason" a line.
 std::string to_text(const Candidates& candidates);
 
 /// Torch's current stream, device, allocator and threads, for the time of one call. Defined once

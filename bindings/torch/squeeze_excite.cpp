@@ -9,6 +9,7 @@
 
 #include "call.h"
 #include "common/check.h"
+#include "text.h"
 
 namespace fusewise::binding {
 namespace {
@@ -41,8 +42,8 @@ void point_at_saved(Call& call, const TensorView& saved, const Sizes& sizes) {
 
 SqueezeExciteForward forward_call(const Tensor& x, const Tensor& w1, const OptionalTensor& b1,
                                   const Tensor& w2, const OptionalTensor& b2,
-                                  const std::string& activation, const std::string& gate,
-                                  const std::string& implementation) {
+                                  const Text& activation, const Text& gate,
+                                  const Text& implementation) {
   SqueezeExciteForward call;
   call.x = view_of("x", x);
   call.w1 = view_of("w1", w1);
@@ -57,8 +58,8 @@ SqueezeExciteForward forward_call(const Tensor& x, const Tensor& w1, const Optio
 
 std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& w1, const OptionalTensor& b1,
                                    const Tensor& w2, const OptionalTensor& b2,
-                                   const std::string& activation, const std::string& gate,
-                                   bool save, const std::string& implementation) {
+                                   const Text& activation, const Text& gate, bool save,
+                                   const Text& implementation) {
   const CallContext context(x);
   const Tensor w1_dense = dense(w1), w2_dense = dense(w2);
   const OptionalTensor b1_dense = dense(b1), b2_dense = dense(b2);
@@ -76,8 +77,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& w1, const Opti
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& dy, const Tensor& x, const Tensor& w1, const Tensor& w2, const Tensor& saved,
-    const std::string& activation, const std::string& gate, bool need_dx, bool need_dw1,
-    bool need_db1, bool need_dw2, bool need_db2, const std::string& implementation) {
+    const Text& activation, const Text& gate, bool need_dx, bool need_dw1, bool need_db1,
+    bool need_dw2, bool need_db2, const Text& implementation) {
   const CallContext context(x);
   const Tensor w1_dense = dense(w1), w2_dense = dense(w2);
   SqueezeExciteBackward call;
@@ -121,9 +122,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
 /// Answers from shapes and pointers alone: results and saved values are taken to lie as x does.
 std::string explain_call(const Tensor& x, const Tensor& w1, const OptionalTensor& b1,
-                         const Tensor& w2, const OptionalTensor& b2, const std::string& activation,
-                         const std::string& gate, bool backward,
-                         const std::string& implementation) {
+                         const Tensor& w2, const OptionalTensor& b2, const Text& activation,
+                         const Text& gate, bool backward, const Text& implementation) {
   const CallContext context(x);
   const SqueezeExciteForward forward =
       forward_call(x, dense(w1), dense(b1), dense(w2), dense(b2), activation, gate, implementation);

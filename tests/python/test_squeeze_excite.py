@@ -1,6 +1,7 @@
 """Squeeze-and-Excitation: right numbers on every way, and at home in torch."""
 
 import itertools
+import resource
 
 import pytest
 import torch
@@ -383,3 +384,25 @@ def test_export_with_dynamic_batch(device):
         for n in (1, 4, 9):
             x = torch.randn(n, 12, 6, 5, device=device)
             assert torch.equal(program.module()(x), module(x))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def test_host_memory_is_flat_over_many_calls():
+    """A few lost bytes a call are megabytes here, and gigabytes in a long training."""
+    case = make_case((1, 8, 2, 2), 2)
+    learned = [tensor.detach().requires_grad_() for tensor in case.inputs]
+
+    def work(calls):
+        for _ in range(calls):
+            squeeze_excite(*case.inputs)
+        for _ in range(calls // 10):
+            torch.autograd.grad(squeeze_excite(*learned).sum(), learned)
+
+    work(2000)
+    before = resident_bytes()
+    work(20_000)
+    assert resident_bytes() - before < 2**20
