@@ -34,6 +34,9 @@ window.addEventListener("load", () => {
   found.plots = [...document.images].map((image) => image.naturalWidth > 100 && image.complete);
   found.fetched = performance.getEntriesByType("resource")
     .map((entry) => entry.name).filter((name) => !name.startsWith("data:"));
+  found.cut = [document.documentElement, ...document.querySelectorAll(".scroll")]
+    .filter((box) => box.scrollWidth > box.clientWidth)
+    .map((box) => box.querySelector("caption, title").textContent);
   const shown = document.createElement("pre");
   shown.id = "probe";
   shown.textContent = JSON.stringify(found);
@@ -49,6 +52,7 @@ def probe(page, tmp_path):
     probed.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=5000"]
+    command.append("--window-size=1200,900")
     done = subprocess.run([*command, probed.as_uri()], capture_output=True, text=True, timeout=120)
     found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
     assert found, done.stderr[-2000:]
@@ -68,12 +72,16 @@ def check(found, plots):
     assert found["words"] == sorted(found["words"], key=natural)
     assert found["plots"] == [True] * plots
     assert found["fetched"] == []
+    assert found["cut"] == []
 
 
 @pytest.fixture
 def page(tmp_path):
     """Of the benchmark."""
     results = gpu_results()
+    results["environment"]["long"] = "as_long_as_some_lists_of_flags_are_" * 10
+    for row in results["rows"]:
+        row["implementation"]["backward"] = {"chosen": "another_one", "declined": {}}
     for place, row in enumerate(results["rows"]):  # so that sorting has something to do
         row["floor"]["us"] = float(100 * (place * 7 % 12) + 1)
     report.write(results, tmp_path)
