@@ -210,6 +210,7 @@ def test_info_names_versions_and_implementations(capsys):
 def test_check_passes_here_and_sees_a_wrong_operator(capsys, monkeypatch):
     assert cli.main(["check", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
+    assert "on cpu: forward and backward, with the named one forced" in shown
     for dtype in ("float32", "float16", "bfloat16", "float64"):
         for layout in ("contiguous", "channels_last"):
             assert f"| squeeze_excite | {dtype} | {layout} | forward portable | right |" in shown

@@ -23,8 +23,9 @@ def run(device: str) -> tuple[Table, list[str], bool]:
                     [family.name, dtype, layout, name, *_cells(found)]
                     for name, found in checks.items()
                 ]
-    header = ["operator", "dtype", "layout", "implementation", "verdict", "error", "allowed"]
-    table = Table(f"Against the reference, on {device}", header, rows, text_columns=5)
+    header = ["operator", "dtype", "layout", "forced", "verdict", "error", "allowed"]
+    title = f"Against the reference, on {device}: forward and backward, with the named one forced"
+    table = Table(title, header, rows, text_columns=5)
     wrong = sum(row[4] != "right" for row in rows)
     said = (
         f"{wrong} of {len(rows)} are WRONG: please report this with the output of `fusewise info`"
