@@ -226,6 +226,9 @@ def test_advice_is_ranked_by_what_it_may_bring():
     # A quarter and a fifth of the work, which is 40 % of the step.
     assert compiled.bound == pytest.approx(1 / (1 - 0.1))
     assert operator.bound == pytest.approx(analysis.amdahl(0.08, 4))
+    assert all("idle time it saves" in item.why for item in (compiled, operator))
+    busy = advice.advise(profile(wall=41.0, **{kinds.CONVOLUTION: 30.0, kinds.ELEMENTWISE: 10.0}))
+    assert not any("idle time it saves" in item.why for item in busy)
 
 
 def test_bounds_say_of_what_they_are():

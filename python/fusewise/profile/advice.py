@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .analysis import Profile, amdahl
+from .analysis import LAUNCH_BOUND, Profile, amdahl
 from .kinds import COMPILED, CONVOLUTION, COPY, ELEMENTWISE, LAYOUT, NORMALISATION, PRODUCT
 
 _WORTH = 1.03  # a bound below is not worth a try
@@ -15,7 +15,8 @@ _SQUEEZE_EXCITE = ("SqueezeExcitation", "SqueezeExcite", "SEModule")
 class Advice:
     what: str
     bound: float
-    """How many times as fast a whole step gets at most, idle time included."""
+    """How many times as fast a whole step gets at most; where that is by less work, the idle time
+    stays as it is."""
     why: str
 
 
@@ -52,6 +53,11 @@ def _share(profile: Profile, *kinds: str) -> float:
 def _bound(profile: Profile, share: float, factor: float = float("inf")) -> float:
     """Of a step, where a share of the work gets faster and the idle time stays as it is."""
     return amdahl(share * profile.work_us / profile.wall_us, factor)
+
+
+def _on_top(profile: Profile) -> str:
+    """What a bound leaves out that fewer launches bring."""
+    return "; the idle time it saves comes on top" if profile.idle > LAUNCH_BOUND else ""
 
 
 def _launches(profile: Profile):
@@ -97,7 +103,7 @@ def _operators(profile: Profile):
                 f"{operator} for {kind.name}",
                 _bound(profile, kind.share, kind.to_floor),
                 f"{kind.calls} calls take {kind.share:.0%} of the work and are "
-                f"{kind.to_floor:.1f} times from their floor",
+                f"{kind.to_floor:.1f} times from their floor{_on_top(profile)}",
             )
 
 
@@ -109,7 +115,7 @@ def _compile(profile: Profile):
         "torch.compile",
         _bound(profile, share),
         f"{share:.0%} of the work is elementwise, normalisation and copies, which a compiler can "
-        "join; how much of it goes away, only a try tells",
+        f"join; how much of it goes away, only a try tells{_on_top(profile)}",
     )
 
 

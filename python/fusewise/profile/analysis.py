@@ -12,6 +12,7 @@ from .record import Piece, Work
 
 # Wrappers that nobody would replace by something faster.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+LAUNCH_BOUND = 0.2  # so much idle time of a step, or more
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ from pathlib import Path
 from ..bench.environment import busy_machine
 from ..report import Plot, Section, Table, show_tables, write_page
 from .advice import advise
-from .analysis import ModuleKind, Profile, amdahl
+from .analysis import LAUNCH_BOUND, ModuleKind, Profile, amdahl
 from .record import write_trace
 
 _FASTER = (2, 5, float("inf"))
 _SMALLEST_SHARE = 0.005
-_LAUNCH_BOUND = 0.2
 
 
 def show(profile: Profile) -> None:
@@ -66,7 +65,7 @@ def _lines(profile: Profile) -> list[str]:
     )
     if profile.device == "cpu":
         idle += ": Python between the operators."
-    elif profile.idle > _LAUNCH_BOUND:
+    elif profile.idle > LAUNCH_BOUND:
         idle += (
             ": LAUNCH-BOUND. Until the GPU is kept busy, faster kernels change little, and the "
             "classes' bounds hold only after that."
