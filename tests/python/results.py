@@ -29,7 +29,7 @@ def gpu_results(ours=2.0, eager=1.0, compiled=4.0):
             "floor": {"bytes": 1000, "operations": 10, "us": 1.0, "bound": "bytes"},
             "check": {"tensor": "y", "error": 1e-7, "allowed": 1e-6},
             "implementation": {
-                "forward": {"chosen": "general", "declined": {"ring": "the planes are small"}}
+                "forward": {"chosen": "general", "declined": {"cluster": "the planes are small"}}
             },
             "contenders": {
                 runner.OURS: contender(ours),

@@ -257,7 +257,7 @@ def test_a_report_shows_losses_sums_kernels_and_memory(tmp_path):
     assert "| efficientnet-b4, sum of 32 | forward |  | 32 | 64 | - | 50% | 0.50x SLOWER |" in text
     assert "2.00x faster | not built | 2, 2 | 1.0, 1.0 |" in text
     assert "gpu time against eager: 0 faster, 0 same, 12 slower" in text
-    assert "squeeze_excite forward, ring declined 12 of the rows: the planes are small" in text
+    assert "squeeze_excite forward, cluster declined 12 of the rows: the planes are small" in text
     assert "SLOWER in gpu time than eager: b4-48x190 forward, b4-24x190 forward" in text
     written = {path.name: path for path in report.write(results, tmp_path)}
     for name in ("speedup.png", "floor.png", "size.png"):
