@@ -21,11 +21,7 @@ __device__ __forceinline__ void sum_by_lanes(int width, int lanes, Part part, Fi
 #pragma unroll 1
   for (int t = threadIdx.x; (t & ~31) >> shift < width; t += blockDim.x) {
     const int k = t >> shift, i = t & (lanes - 1);
-    float sum = k < width ? part(k, i) : 0.f;
-#pragma unroll 1
-    for (int offset = lanes / 2; offset > 0; offset /= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    }
+    const float sum = warp_sum(k < width ? part(k, i) : 0.f, lanes);
     if (k < width) finish(k, sum, i);
   }
 }

@@ -97,6 +97,19 @@ void dispatch_short_dtype(DType dtype, Body&& body) {
   if (dtype == DType::bf16) return body(__nv_bfloat16{});
 }
 
+/// body(T, W) with values of the device types of images and weights: W is T, or float beside
+/// halves.
+template <typename Body>
+void dispatch_short_dtypes(DType images, DType weights, Body&& body) {
+  dispatch_short_dtype(images, [&]<typename T>(T) {
+    if (weights == images) {
+      body(T{}, T{});
+    } else {
+      body(T{}, float{});
+    }
+  });
+}
+
 /// Calls `body` with a value of the device type that `dtype` stands for.
 template <typename Body>
 void dispatch_dtype(DType dtype, Body&& body) {

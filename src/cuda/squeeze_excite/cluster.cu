@@ -20,6 +20,7 @@
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
+#include "cuda/squeeze_excite/arguments.cuh"
 #include "cuda/squeeze_excite/images.h"
 #include "cuda/squeeze_excite/weight_gradients.cuh"
 #include "cuda/vector.cuh"
@@ -57,6 +58,7 @@ struct Products {
   int channel_lanes, hidden_lanes;
   float* rows;  ///< partial sums
   int row_stride;
+  int rows_of_channels;  ///< how many of them there is room for
 
   /// finish(r, sum over channels of W1[r][c] * values[c], lane).
   template <typename Finish>
@@ -168,8 +170,6 @@ struct Products {
           make_float4(values[k], values[k + 1], values[k + 2], values[k + 3]);
     }
   }
-
-  int rows_of_channels;  ///< how many rows of channels there is room for
 };
 
 /// Where a thread's vectors of a slice lie: `count` of them, `step` elements apart.
@@ -190,8 +190,8 @@ struct Lane {
     const int first_pixel = pixel_slice * plan.pixels;
     const int pixels = min(plan.pixels, a.hw - first_pixel);
     const int thread = threadIdx.x;
+    strands = plan.strands;
     if constexpr (kPlanar) {
-      strands = plan.strands;
       channel = thread / strands;
       strand = thread - channel * strands;
       count = channel < channels ? max(pixels / kVector - strand + strands - 1, 0) / strands : 0;
@@ -200,7 +200,6 @@ struct Lane {
       step = strands * kVector;
     } else {
       const int lanes = channels / kVector;
-      strands = plan.strands;
       strand = thread / lanes;
       channel = (thread - strand * lanes) * kVector;
       count = strand < strands ? max(pixels - strand + strands - 1, 0) / strands : 0;
@@ -588,31 +587,13 @@ void launch(const Context& context, Arguments a) {
 
 template <bool kBackward, typename Call>
 void launch_for(const Context& context, const Call& call, Arguments a, const ClusterPlan& plan) {
-  a.w1 = call.w1.data;
-  a.w2 = call.w2.data;
-  a.pooled = static_cast<float*>(call.pooled.data);
-  a.hidden = static_cast<float*>(call.hidden.data);
-  a.gates = static_cast<float*>(call.gates.data);
   a.n = static_cast<int>(call.x.sizes[0]);
-  a.c = static_cast<int>(call.x.sizes[1]);
-  a.hw = static_cast<int>(call.x.sizes[2] * call.x.sizes[3]);
-  a.r = static_cast<int>(call.w1.sizes[0]);
-  a.inverse_hw = 1.0f / static_cast<float>(a.hw);
-  a.activation = call.activation;
-  a.gate = call.gate;
   a.plan = plan;
-  const auto with_types = [&]<typename T, typename W>(T, W) {
+  dispatch_short_dtypes(call.x.dtype, call.w1.dtype, [&]<typename T, typename W>(T, W) {
     if (is_channels_last(call.x)) {
       launch<T, W, false, kBackward>(context, a);
     } else {
       launch<T, W, true, kBackward>(context, a);
-    }
-  };
-  dispatch_short_dtype(call.x.dtype, [&]<typename T>(T) {
-    if (call.w1.dtype == call.x.dtype) {
-      with_types(T{}, T{});
-    } else {
-      with_types(T{}, float{});
     }
   });
 }
@@ -713,24 +694,13 @@ const ClusterLimits& cluster_limits(Device device) {
 
 void cluster_run(const Context& context, const SqueezeExciteForward& call,
                  const ClusterPlan& plan) {
-  Arguments a{};
-  a.kept = call.x.data;
-  a.out = call.y.data;
-  a.b1 = call.b1.data;
-  a.b2 = call.b2.data;
-  launch_for<false>(context, call, a, plan);
+  launch_for<false>(context, call, arguments_of<Arguments>(call), plan);
 }
 
 void cluster_run(const Context& context, const SqueezeExciteBackward& call,
                  const ClusterPlan& plan) {
   const WeightGradientVectors vectors(context, call);
-  Arguments a{};
-  a.kept = call.dy.data;
-  a.extra = call.x.data;
-  a.out = call.dx.data;
-  a.dz2 = vectors.dz2();
-  a.dz1 = vectors.dz1();
-  launch_for<true>(context, call, a, plan);
+  launch_for<true>(context, call, arguments_of<Arguments>(call, vectors), plan);
   vectors.run(context, call);
 }
 

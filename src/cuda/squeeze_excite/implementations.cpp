@@ -17,6 +17,13 @@ template <typename Call>
 constexpr Implementation<Call> kGeneral{
     "general", [](const Context&, const Call&) { return std::string(); }, general_run};
 
+/// Only to one that takes the call.
+std::string yield_to_two_passes(const Context& context, const SqueezeExciteBackward& call) {
+  std::string reason = cluster_yields(context, call);
+  if (!reason.empty() && !two_pass_declines(context, call).empty()) reason.clear();
+  return reason;
+}
+
 }  // namespace
 
 Implementations<SqueezeExciteForward> squeeze_excite_forward() {
@@ -28,14 +35,10 @@ Implementations<SqueezeExciteForward> squeeze_excite_forward() {
 
 Implementations<SqueezeExciteBackward> squeeze_excite_backward() {
   using Call = SqueezeExciteBackward;
-  static constexpr Implementation<Call> list[] = {{"cluster", cluster_declines, cluster_run,
-                                                   [](const Context& context, const Call& call) {
-                                                     return two_pass_declines(context, call).empty()
-                                                                ? cluster_yields(context, call)
-                                                                : std::string();
-                                                   }},
-                                                  kTwoPass<Call>,
-                                                  kGeneral<Call>};
+  static constexpr Implementation<Call> list[] = {
+      {"cluster", cluster_declines, cluster_run, yield_to_two_passes},
+      kTwoPass<Call>,
+      kGeneral<Call>};
   return list;
 }
 

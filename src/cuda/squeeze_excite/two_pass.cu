@@ -15,6 +15,7 @@
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
+#include "cuda/squeeze_excite/arguments.cuh"
 #include "cuda/squeeze_excite/images.h"
 #include "cuda/squeeze_excite/planes.cuh"
 #include "cuda/squeeze_excite/weight_gradients.cuh"
@@ -471,23 +472,12 @@ void launch(const Context& context, const Arguments& a, std::int64_t samples) {
 
 template <bool kBackward, typename Call>
 void launch_for(const Context& context, const Call& call, Arguments a, TwoPassPlan plan) {
-  a.w1 = call.w1.data;
-  a.w2 = call.w2.data;
-  a.pooled = static_cast<float*>(call.pooled.data);
-  a.hidden = static_cast<float*>(call.hidden.data);
-  a.gates = static_cast<float*>(call.gates.data);
-  a.c = static_cast<int>(call.x.sizes[1]);
-  a.hw = static_cast<int>(call.x.sizes[2] * call.x.sizes[3]);
-  a.r = static_cast<int>(call.w1.sizes[0]);
-  a.inverse_hw = 1.0f / static_cast<float>(a.hw);
-  a.activation = call.activation;
-  a.gate = call.gate;
   a.per_block = plan.per_block;
   a.blocks = static_cast<int>(divide_up(plan.cut == Cut::pixels ? a.hw : a.c, plan.per_block));
   const std::int64_t samples = call.x.sizes[0];
   const Scratch<float> parts(context, samples * a.blocks * (plan.cut == Cut::pixels ? a.c : a.r));
   a.parts = parts.data();
-  const auto with_types = [&]<typename T, typename W>(T, W) {
+  dispatch_short_dtypes(call.x.dtype, call.w1.dtype, [&]<typename T, typename W>(T, W) {
     switch (plan.cut) {
       case Cut::channels:
         return launch<T, W, Cut::channels, kBackward>(context, a, samples);
@@ -495,13 +485,6 @@ void launch_for(const Context& context, const Call& call, Arguments a, TwoPassPl
         return launch<T, W, Cut::pixels, kBackward>(context, a, samples);
       case Cut::planes:
         return launch<T, W, Cut::planes, kBackward>(context, a, samples);
-    }
-  };
-  dispatch_short_dtype(call.x.dtype, [&]<typename T>(T) {
-    if (call.w1.dtype == call.x.dtype) {
-      with_types(T{}, T{});
-    } else {
-      with_types(T{}, float{});
     }
   });
 }
@@ -573,23 +556,12 @@ void two_pass_run(const Context& context, const SqueezeExciteBackward& call) {
 }
 
 void two_pass_run(const Context& context, const SqueezeExciteForward& call, TwoPassPlan plan) {
-  Arguments a{};
-  a.kept = call.x.data;
-  a.out = call.y.data;
-  a.b1 = call.b1.data;
-  a.b2 = call.b2.data;
-  launch_for<false>(context, call, a, plan);
+  launch_for<false>(context, call, arguments_of<Arguments>(call), plan);
 }
 
 void two_pass_run(const Context& context, const SqueezeExciteBackward& call, TwoPassPlan plan) {
   const WeightGradientVectors vectors(context, call);
-  Arguments a{};
-  a.kept = call.dy.data;
-  a.extra = call.x.data;
-  a.out = call.dx.data;
-  a.dz2 = vectors.dz2();
-  a.dz1 = vectors.dz1();
-  launch_for<true>(context, call, a, plan);
+  launch_for<true>(context, call, arguments_of<Arguments>(call, vectors), plan);
   vectors.run(context, call);
 }
 
