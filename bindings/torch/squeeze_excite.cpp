@@ -50,7 +50,7 @@ SqueezeExciteForward forward_call(const Tensor& x, const Tensor& w1, const Optio
   call.b1 = view_of("b1", b1);
   call.w2 = view_of("w2", w2);
   call.b2 = view_of("b2", b2);
-  call.activation = activation_from(activation);
+  call.activation = activation_from(activation, kSqueezeExciteActivations);
   call.gate = gate_from(gate);
   call.implementation = implementation;
   return call;
@@ -86,7 +86,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   call.x = view_of("x", x);
   call.w1 = view_of("w1", w1_dense);
   call.w2 = view_of("w2", w2_dense);
-  call.activation = activation_from(activation);
+  call.activation = activation_from(activation, kSqueezeExciteActivations);
   call.gate = gate_from(gate);
   call.implementation = implementation;
 

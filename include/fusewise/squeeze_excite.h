@@ -2,6 +2,7 @@
 
 #include <string_view>
 
+#include "fusewise/activation.h"
 #include "fusewise/context.h"
 #include "fusewise/implementation.h"
 #include "fusewise/tensor.h"
@@ -20,20 +21,20 @@
 /// Errors: `Error`, before anything is written.
 namespace fusewise {
 
-enum class Activation { silu, relu };
 enum class Gate { sigmoid, hardsigmoid };
 
-/// By name, as in "silu"; throws Error that lists the known names.
-Activation activation_from(std::string_view name);
+inline constexpr Activation kSqueezeExciteActivations[] = {Activation::silu, Activation::relu};
+
+/// By name, as in "sigmoid"; throws Error that lists the known names.
 Gate gate_from(std::string_view name);
 
 struct SqueezeExciteForward {
-  TensorView x;   ///< in, [N, C, H, W], N >= 0, the others >= 1
-  TensorView w1;  ///< in, [R, C] or [R, C, 1, 1]
-  TensorView b1;  ///< in, [R], may be absent
-  TensorView w2;  ///< in, [C, R] or [C, R, 1, 1]
-  TensorView b2;  ///< in, [C], may be absent
-  Activation activation = Activation::silu;
+  TensorView x;                              ///< in, [N, C, H, W], N >= 0, the others >= 1
+  TensorView w1;                             ///< in, [R, C] or [R, C, 1, 1]
+  TensorView b1;                             ///< in, [R], may be absent
+  TensorView w2;                             ///< in, [C, R] or [C, R, 1, 1]
+  TensorView b2;                             ///< in, [C], may be absent
+  Activation activation = Activation::silu;  ///< silu or relu
   Gate gate = Gate::sigmoid;
   TensorView y;  ///< out, [N, C, H, W], x's type
 

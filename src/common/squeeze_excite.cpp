@@ -62,7 +62,9 @@ void check_saved(const char* name, const TensorView& t, std::int64_t rows, std::
 }
 
 /// What both ways share: x and the two matrices.
-void check_inputs(const TensorView& x, const TensorView& w1, const TensorView& w2, Device device) {
+void check_inputs(const TensorView& x, const TensorView& w1, const TensorView& w2,
+                  Activation activation, Device device) {
+  activation_from(name_of(activation), kSqueezeExciteActivations);  // throws for the others
   check(x.defined(), "x: is missing");
   check(x.rank == 4, "x: expected 4 dimensions [N, C, H, W], got ", x);
   check_device("x", x, device);
@@ -83,7 +85,7 @@ void check_inputs(const TensorView& x, const TensorView& w1, const TensorView& w
 
 void check_call(const Context& context, const SqueezeExciteForward& call) {
   const Device device = context.device;
-  check_inputs(call.x, call.w1, call.w2, device);
+  check_inputs(call.x, call.w1, call.w2, call.activation, device);
   const std::int64_t n = call.x.sizes[0], c = call.x.sizes[1], r = call.w1.sizes[0];
   check_vector("b1", call.b1, r, call.w1.dtype, device);
   check_vector("b2", call.b2, c, call.w1.dtype, device);
@@ -100,7 +102,7 @@ void check_call(const Context& context, const SqueezeExciteForward& call) {
 
 void check_call(const Context& context, const SqueezeExciteBackward& call) {
   const Device device = context.device;
-  check_inputs(call.x, call.w1, call.w2, device);
+  check_inputs(call.x, call.w1, call.w2, call.activation, device);
   const std::int64_t n = call.x.sizes[0], c = call.x.sizes[1], r = call.w1.sizes[0];
   check_image("dy", call.dy, call.x, device);
   check_saved("pooled", call.pooled, n, c, call.x.dtype, device);
@@ -142,12 +144,6 @@ Candidates check_and_explain(const Context& context, const Call& call) {
 }
 
 }  // namespace
-
-Activation activation_from(std::string_view name) {
-  if (name == "silu") return Activation::silu;
-  if (name == "relu") return Activation::relu;
-  fail("activation: expected 'silu' or 'relu', got '", name, "'");
-}
 
 Gate gate_from(std::string_view name) {
   if (name == "sigmoid") return Gate::sigmoid;

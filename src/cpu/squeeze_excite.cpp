@@ -12,6 +12,7 @@
 #include "common/backends.h"
 #include "common/math.h"
 #include "common/scratch.h"
+#include "cpu/instruction_sets.h"
 #include "cpu/squeeze_excite_kernels.h"
 #include "cpu/threads.h"
 
@@ -613,26 +614,6 @@ void forward(const Context& context, const SqueezeExciteForward& call) {
 template <const KernelSet& kKernels>
 void backward(const Context& context, const SqueezeExciteBackward& call) {
   run<Backward>(kKernels, context, call);
-}
-
-template <typename Call>
-std::string needs_avx512(const Context&, const Call&) {
-  const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                   __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  return has ? "" : "this CPU has no AVX-512 (F, BW, VL and DQ, with FMA and F16C)";
-}
-
-template <typename Call>
-std::string needs_avx2(const Context&, const Call&) {
-  const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                   __builtin_cpu_supports("f16c");
-  return has ? "" : "this CPU has no AVX2 with FMA and F16C";
-}
-
-template <typename Call>
-std::string needs_nothing(const Context&, const Call&) {
-  return "";
 }
 
 constexpr Implementation<SqueezeExciteForward> kForward[] = {

@@ -6,25 +6,9 @@
 
 #include <cstdint>
 
+#include "cpu/types.h"
+
 namespace fusewise::cpu {
-
-struct F16 {
-  std::uint16_t bits;
-};
-struct BF16 {
-  std::uint16_t bits;
-};
-
-template <typename T>
-struct Accumulator {
-  using type = float;
-};
-template <>
-struct Accumulator<double> {
-  using type = double;
-};
-template <typename T>
-using AccumulatorOf = typename Accumulator<T>::type;
 
 template <typename T, typename A = AccumulatorOf<T>>
 struct Kernels {

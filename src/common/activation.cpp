@@ -1,0 +1,32 @@
+#include "fusewise/activation.h"
+
+#include "common/check.h"
+
+namespace fusewise {
+const char* name_of(Activation activation) {
+  switch (activation) {
+    case Activation::identity:
+      return "identity";
+    case Activation::relu:
+      return "relu";
+    case Activation::gelu:
+      return "gelu";
+    case Activation::gelu_tanh:
+      return "gelu_tanh";
+    case Activation::silu:
+      return "silu";
+  }
+  return "unknown";
+}
+
+Activation activation_from(std::string_view name, std::span<const Activation> known) {
+  std::string names;
+  for (const Activation each : known) {
+    if (name == name_of(each)) return each;
+    if (!names.empty()) names += each == known.back() ? " or " : ", ";
+    names += std::string("'") + name_of(each) + "'";
+  }
+  fail("activation: expected ", names, ", got '", name, "'");
+}
+
+}  // namespace fusewise
