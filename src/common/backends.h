@@ -4,12 +4,15 @@
 // without CUDA, in no_cuda.cpp, where every list is empty.
 
 #include "common/implementation.h"
+#include "fusewise/linear_act.h"
 #include "fusewise/squeeze_excite.h"
 
 namespace fusewise::cpu {
 
 Implementations<SqueezeExciteForward> squeeze_excite_forward();
 Implementations<SqueezeExciteBackward> squeeze_excite_backward();
+Implementations<LinearActForward> linear_act_forward();
+Implementations<LinearActBackward> linear_act_backward();
 
 }  // namespace fusewise::cpu
 
@@ -33,5 +36,7 @@ class CurrentDevice {
 
 Implementations<SqueezeExciteForward> squeeze_excite_forward();
 Implementations<SqueezeExciteBackward> squeeze_excite_backward();
+Implementations<LinearActForward> linear_act_forward();
+Implementations<LinearActBackward> linear_act_backward();
 
 }  // namespace fusewise::cuda

@@ -19,5 +19,7 @@ CurrentDevice::~CurrentDevice() = default;
 
 Implementations<SqueezeExciteForward> squeeze_excite_forward() { refuse(); }
 Implementations<SqueezeExciteBackward> squeeze_excite_backward() { refuse(); }
+Implementations<LinearActForward> linear_act_forward() { refuse(); }
+Implementations<LinearActBackward> linear_act_backward() { refuse(); }
 
 }  // namespace fusewise::cuda
