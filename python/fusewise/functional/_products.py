@@ -1,5 +1,7 @@
 """What torch is set to for matrix products, and the dtype that they are computed in."""
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,8 @@ def cast_inputs(x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, lis
     float64, else x's own, to which float32 parameters beside half x are rounded."""
     device = x.device.type
     dtype = x.dtype
-    if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    if autocast and dtype.is_floating_point and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         if x.dtype != dtype:
             x = x.to(dtype)
@@ -41,3 +44,9 @@ def cast_inputs(x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, lis
         t.to(dtype) if t is not None and t.dtype != dtype and t.dtype in rounded else t
         for t in parameters
     ]
+
+
+def without_autocast(x: Tensor):
+    """For torch's own operators in a place where x has its dtype already. Meta has no autocast."""
+    device = x.device.type
+    return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)

@@ -7,7 +7,7 @@ from torch import Tensor
 from .. import _ops
 from .._explain import record
 from .._settings import settings
-from ._products import cast_inputs, product_math
+from ._products import cast_inputs, product_math, without_autocast
 from ._transforms import formula_gradients, needs_formula, needs_graph, refuse_forced
 
 
@@ -81,7 +81,7 @@ class _LinearAct(torch.autograd.Function):
             x = w.new_empty(()).expand(ctx.shape)
         try:
             # Autocast would round what the operator hands to torch's own products.
-            with torch.autocast(x.device.type, enabled=False):
+            with without_autocast(x):
                 dx, dw, db = _ops.linear_act_backward(
                     dy, x, w, kept, activation, *needed, *math, forced
                 )
@@ -118,7 +118,7 @@ def record_linear_act(x, w, b, activation, math, save, wants_gradient):
 
 def formula(x, w, b, activation):
     """The operator in torch's own terms, which every transform of torch can see through."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return ACTIVATIONS[activation](F.linear(x, w, b))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _ops
 from .._settings import settings
-from ._products import cast_inputs, product_math
+from ._products import cast_inputs, product_math, without_autocast
 from ._transforms import formula_gradients, needs_formula, needs_graph, refuse_forced
 from .linear_act import formula as layer_formula
 from .linear_act import record_linear_act
@@ -82,7 +82,7 @@ class _Mlp(torch.autograd.Function):
         needed = [int(need) for need in needs] + [0] * (0 if biased else layers)
         try:
             # Autocast would round what the operator hands to torch's own products.
-            with torch.autocast(x.device.type, enabled=False):
+            with without_autocast(x):
                 dx, *found = _ops.mlp_backward(
                     dy, x, parameters[:layers], saved, *kinds, need_dx, needed, *math, forced
                 )
