@@ -119,7 +119,7 @@ def _(
     for i, w in enumerate(weights):
         last = i + 1 == len(weights)
         kind = final_activation if last else activation
-        keeps = save and kind != "identity" and (kind != "relu" or last)
+        keeps = save and kind != "identity"
         if save and i > 0:
             hidden.append(y)
         y, what = _fake_layer(y, w, biases[i] if biases else None, kind, keeps)

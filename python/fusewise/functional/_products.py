@@ -5,48 +5,62 @@ import contextlib
 import torch
 from torch import Tensor
 
+_HALF = (torch.float16, torch.bfloat16)
+_NOTHING = contextlib.nullcontext()
+
+
+@torch.compiler.assume_constant_result
+def _torch_settings(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    # The functions behind torch.backends.cuda.matmul, whose properties cost several times as much.
+    # The older of torch's two switches for TF32 cannot even be read once the newer was set; this
+    # tells what both say.
+    tf32, reduced_sums = False, True
+    if dtype == torch.float32:
+        tf32 = torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    elif dtype == torch.float16:
+        reduced_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()[0]
+    elif dtype == torch.bfloat16:
+        reduced_sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()[0]
+    return tf32, reduced_sums, not torch.are_deterministic_algorithms_enabled()
+
 
 def product_math(x: Tensor) -> tuple[bool, bool, bool]:
     """TF32 or not, sums of halves in half or not, algorithms measured or not.
 
-    `torch.backends.cuda.matmul.fp32_precision` tells what both of torch's switches for TF32 say;
-    the older one cannot even be read once the newer was set. `torch.compile` takes all three as
-    constants and traces again when one changes.
+    `torch.compile` takes what is set when it traces, and does not trace again when that changes.
     """
-    if not x.is_cuda:
-        return False, True, True
-    matmul = torch.backends.cuda.matmul
-    tf32 = x.dtype == torch.float32 and matmul.fp32_precision == "tf32"
-    reduced_sums = True
-    if x.dtype == torch.float16:
-        reduced_sums = bool(matmul.allow_fp16_reduced_precision_reduction)
-    elif x.dtype == torch.bfloat16:
-        reduced_sums = bool(matmul.allow_bf16_reduced_precision_reduction)
-    return tf32, reduced_sums, not torch.are_deterministic_algorithms_enabled()
+    return _torch_settings(x.dtype) if x.is_cuda else (False, True, True)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast wants x to be; None where it is off, or is nothing for x."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    casts = x.dtype.is_floating_point and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts else None
 
 
 def cast_inputs(x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
     """x and the parameters in the dtype of the product: autocast's, where it is on and x is not
     float64, else x's own, to which float32 parameters beside half x are rounded."""
-    device = x.device.type
-    dtype = x.dtype
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    if autocast and dtype.is_floating_point and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        if x.dtype != dtype:
-            x = x.to(dtype)
-        rounded = (torch.float32, torch.float16, torch.bfloat16)
-    elif dtype in (torch.float16, torch.bfloat16):
-        rounded = (torch.float32,)
+    if dtype := _autocast_dtype(x):
+        x = x.to(dtype)
+        which = (torch.float32, *_HALF)
+    elif x.dtype in _HALF:
+        which = (torch.float32,)
     else:
         return x, parameters
+    dtype = x.dtype
     return x, [
-        t.to(dtype) if t is not None and t.dtype != dtype and t.dtype in rounded else t
+        t.to(dtype) if t is not None and t.dtype != dtype and t.dtype in which else t
         for t in parameters
     ]
 
 
 def without_autocast(x: Tensor):
-    """For torch's own operators in a place where x has its dtype already. Meta has no autocast."""
+    """For what hands x to torch's own products, which autocast would round once more."""
     device = x.device.type
-    return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return _NOTHING
+    return torch.autocast(device, enabled=False)

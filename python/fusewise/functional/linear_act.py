@@ -42,7 +42,7 @@ def linear_act(x: Tensor, w: Tensor, b: Tensor | None = None, activation: str = 
     else:
         y, _ = _forward(x, w, b, activation, False, math, forced)
     if settings.records is not None:
-        record_linear_act(x, w, b, activation, math, wants_gradient, wants_gradient)
+        record_linear_act(x, w, b, activation, math, wants_gradient)
     return y
 
 
@@ -104,14 +104,14 @@ def _forward(x, w, b, activation, save, math, forced):
         raise _ops.rephrased(error, x=x, w=w, b=b) from None
 
 
-def record_linear_act(x, w, b, activation, math, save, wants_gradient):
-    """Both directions, as they would run on these inputs; `save` where forward keeps something."""
+def record_linear_act(x, w, b, activation, math, wants_gradient):
+    """Both directions, as they would run on these inputs."""
     forced = {"forward": settings.linear_act}
     if wants_gradient:
         forced["backward"] = settings.linear_act_backward
     for direction, name in forced.items():
         answer = _ops.linear_act_explain(
-            x, w, b, activation, save, direction == "backward", *math, name
+            x, w, b, activation, wants_gradient, direction == "backward", *math, name
         )
         record("linear_act", direction, x, answer)
 

@@ -152,8 +152,6 @@ def _formula(x, parameters, layers, activation, final_activation):
 
 
 def _record(x, parameters, layers, kinds, math, wants_gradient):
-    for i, (w, b, kind) in enumerate(_layers(parameters, layers, *kinds)):
-        # Hidden relus keep no bits: their outputs tell all.
-        keeps = wants_gradient and (kind != "relu" or i + 1 == layers)
-        record_linear_act(x, w, b, kind, math, keeps, wants_gradient)
+    for w, b, kind in _layers(parameters, layers, *kinds):
+        record_linear_act(x, w, b, kind, math, wants_gradient)
         x = x.new_empty((*x.shape[:-1], w.shape[0]))

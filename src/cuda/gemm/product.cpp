@@ -5,6 +5,7 @@
 
 #include <cublasLt.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cinttypes>
@@ -120,7 +121,7 @@ struct Algorithm {
 };
 
 std::string written(const Algorithm& algorithm) {
-  std::string text = std::to_string(algorithm.workspace);
+  std::string text;
   for (const std::uint64_t word : algorithm.algorithm.data) {
     char digits[18];
     std::snprintf(digits, sizeof(digits), " %016" PRIx64, word);
@@ -144,8 +145,9 @@ void run(const Context& context, const Product& p, Description& description,
       "a product");
 }
 
-std::vector<Algorithm> candidates(const Context& context, const Product& p,
-                                  Description& description) {
+/// The vendor's own list for a product, best guess first.
+void suggest(const Context& context, const Product& p, std::vector<Algorithm>& list) {
+  Description description(p);
   cublasLtMatmulPreferenceOpaque_t preference;
   check_blas(cublasLtMatmulPreferenceInit(&preference), "asking for algorithms");
   const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
@@ -163,41 +165,67 @@ std::vector<Algorithm> candidates(const Context& context, const Product& p,
   }
   cublasLtMatmulHeuristicResult_t found[kMostCandidates];
   int count = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+  // A failure is an empty list.
+  static_cast<void>(cublasLtMatmulAlgoGetHeuristic(
       handle_of(context.device), &description.operation, &description.a, &description.b,
-      &description.d, &description.d, &preference, kMostCandidates, found, &count);
-  check(status == CUBLAS_STATUS_SUCCESS && count > 0, "cuBLASLt has no algorithm for a ",
-        name_of(p.dtype), " product of [", p.rows, ", ", p.inner, "] and [", p.inner, ", ",
-        p.columns, "]: ", cublasLtGetStatusString(status));
-  std::vector<Algorithm> result;
+      &description.d, &description.d, &preference, kMostCandidates, found, &count));
   for (int i = 0; i < count; ++i) {
     if (found[i].state == CUBLAS_STATUS_SUCCESS) {
-      result.push_back({found[i].algo, found[i].workspaceSize});
+      list.push_back({found[i].algo, found[i].workspaceSize});
     }
   }
-  return result;
+}
+
+/// Whether a product can take an algorithm, with how much workspace.
+bool takes(const Context& context, Description& description, Algorithm& algorithm) {
+  cublasLtMatmulHeuristicResult_t result{};
+  const cublasStatus_t status = cublasLtMatmulAlgoCheck(
+      handle_of(context.device), &description.operation, &description.a, &description.b,
+      &description.d, &description.d, &algorithm.algorithm, &result);
+  algorithm.workspace = result.workspaceSize;
+  return status == CUBLAS_STATUS_SUCCESS && algorithm.workspace <= kMostWorkspace;
+}
+
+Algorithm first_choice(const Context& context, const Product& p) {
+  std::vector<Algorithm> list;
+  suggest(context, p, list);
+  check(!list.empty(), "cuBLASLt has no algorithm for a ", name_of(p.dtype), " product of [",
+        p.rows, ", ", p.inner, "] and [", p.inner, ", ", p.columns, "]");
+  return list.front();
+}
+
+/// With what the vendor suggests for the bare product: its guesses for an epilogue are other ones,
+/// and at times worse.
+std::vector<Algorithm> candidates(const Context& context, const Product& p,
+                                  Description& description) {
+  std::vector<Algorithm> list{first_choice(context, p)}, more;
+  suggest(context, p, more);
+  if (epilogue_of(p) != CUBLASLT_EPILOGUE_DEFAULT) {
+    Product bare = p;
+    bare.bias = nullptr;
+    bare.epilogue = Epilogue::none;
+    suggest(context, bare, more);
+  }
+  for (Algorithm& each : more) {
+    const bool known = std::any_of(list.begin(), list.end(), [&](const Algorithm& other) {
+      return std::memcmp(&each.algorithm, &other.algorithm, sizeof(each.algorithm)) == 0;
+    });
+    if (!known && takes(context, description, each)) list.push_back(each);
+  }
+  return list;
 }
 
 /// From the file; nothing where it does not describe an algorithm that this product can take.
 std::optional<Algorithm> restored(const Context& context, const std::string& text,
                                   Description& description) {
   Algorithm algorithm{};
-  const char* at = text.c_str();
-  char* end = nullptr;
-  algorithm.workspace = std::strtoull(at, &end, 10);
+  char* end = const_cast<char*>(text.c_str());
   for (std::uint64_t& word : algorithm.algorithm.data) {
-    at = end;
+    const char* at = end;
     word = std::strtoull(at, &end, 16);
     if (end == at) return std::nullopt;
   }
-  cublasLtMatmulHeuristicResult_t result{};
-  const cublasStatus_t status = cublasLtMatmulAlgoCheck(
-      handle_of(context.device), &description.operation, &description.a, &description.b,
-      &description.d, &description.d, &algorithm.algorithm, &result);
-  if (*end != '\0' || status != CUBLAS_STATUS_SUCCESS || algorithm.workspace > kMostWorkspace ||
-      result.workspaceSize > algorithm.workspace) {
-    return std::nullopt;
-  }
+  if (*end != '\0' || !takes(context, description, algorithm)) return std::nullopt;
   return algorithm;
 }
 
@@ -224,7 +252,7 @@ class Settled {
       // Also under capture: it then stays so for this process, as results must not change in it.
       const auto kept = p.math.tune ? kept_choice(context, "product" + text_of(key)) : std::nullopt;
       const auto known = kept ? restored(context, *kept, description) : std::nullopt;
-      return settle(key, known ? *known : candidates(context, p, description).front());
+      return settle(key, known ? *known : first_choice(context, p));
     }
     const auto alone = measuring();
     if (const auto found = find(key)) return *found;  // another thread was faster
@@ -278,7 +306,7 @@ ProductKey key_of(const Product& p) {
 
 std::string text_of(const ProductKey& key) {
   std::string text;
-  for (const std::int64_t part : key) text += " " + std::to_string(part);
+  for (const std::int64_t part : key) text.append(" ").append(std::to_string(part));
   return text;
 }
 
