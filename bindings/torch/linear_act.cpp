@@ -42,6 +42,15 @@ struct Rows {
   TensorView view;
 };
 
+/// A dense copy. Throws OutOfMemory: the stable ABI keeps only the fact that it failed.
+Tensor copied(const Tensor& tensor) {
+  try {
+    return torch::stable::contiguous(tensor);
+  } catch (const std::exception&) {
+    throw OutOfMemory("out of memory: a dense copy does not fit");
+  }
+}
+
 /// Without a copy where the leading dimensions can be walked as one, and, for `operand`, where
 /// libraries of products take it.
 Rows rows_of(const char* name, const Tensor& tensor, bool operand) {
@@ -63,7 +72,7 @@ Rows rows_of(const char* name, const Tensor& tensor, bool operand) {
     view.sizes[0] *= sizes[d];
   }
   if ((joined && (!operand || is_usable(view))) || tensor.numel() == 0) return {tensor, view};
-  return rows_of(name, torch::stable::contiguous(tensor), operand);
+  return rows_of(name, copied(tensor), operand);
 }
 
 struct Settings {
@@ -164,10 +173,14 @@ Backward backward(const CallContext& context, const Tensor& dy, const Tensor& x,
   call.dy = dy_rows.view;
   const std::int64_t m = call.dy.sizes[0], n = call.dy.sizes[1];
   const DType dtype = call.dy.dtype;
-  const Rows x_rows = rows_of("x", x, true), w_rows = rows_of("w", w, true);
+  // Where no product reads it, x is but a shape: nothing is made of it.
+  const Rows x_rows = rows_of("x", x, needs.dw), w_rows = rows_of("w", w, needs.dx);
   const Rows kept_rows = rows_of("kept", dense(kept), true);
   call.x = x_rows.view;
   call.w = w_rows.view;
+  check(m == call.x.sizes[0] && n == call.w.sizes[0], "dy: expected [", call.x.sizes[0], ", ",
+        call.w.sizes[0], "], got ", call.dy);
+  check(dtype == call.x.dtype, "dy: expected dtype ", call.x.dtype, ", got ", dtype);
   if (settings.activation != Activation::identity) call.kept = kept_rows.view;
   call.activation = settings.activation;
   call.math = settings.math;

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <string>
 
+#include "fusewise/error.h"
+
 namespace fusewise::binding {
 namespace {
 
@@ -36,6 +38,11 @@ std::optional<Tensor> one_dnn(const Tensor& x, const Tensor& w, const std::optio
   return to<Tensor>(stack[0]);
 }
 
+/// Everything else has been checked before, and the stable ABI keeps only the fact that it failed.
+void check_product(AOTITorchError status) {
+  if (status != AOTI_TORCH_SUCCESS) throw OutOfMemory("out of memory: a product does not fit");
+}
+
 }  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
@@ -44,8 +51,7 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) 
     if (auto result = one_dnn(x, w, b)) return *result;
   }
   std::array<StableIValue, 3> stack{from(x), from(w), from(b)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  check_product(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
   return to<Tensor>(stack[0]);
 }
 
@@ -53,7 +59,7 @@ Tensor outer(const Tensor& dz, const Tensor& x) {
   const std::vector<std::int64_t> shape{dz.size(0), x.size(-1)};
   const Tensor rows = x.dim() == 2 ? x : torch::stable::reshape(x, shape);
   std::array<StableIValue, 2> stack{from(torch::stable::transpose(dz, 0, 1)), from(rows)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "", stack.data(), TORCH_ABI_VERSION));
+  check_product(torch_call_dispatcher("aten::mm", "", stack.data(), TORCH_ABI_VERSION));
   return to<Tensor>(stack[0]);
 }
 

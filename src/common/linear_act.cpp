@@ -81,6 +81,7 @@ Implementations<LinearActBackward> list(Device device, const LinearActBackward&)
 
 void check_call(const Context& context, const LinearActForward& call) {
   const Device device = context.device;
+  if (!call.z.defined() && call.x.defined()) check_floating("x", call.x);
   check(call.y.defined(), "y: is missing");
   check_floating("y", call.y);
   check(call.y.rank == 2, "y: expected 2 dimensions [M, N], got ", call.y);

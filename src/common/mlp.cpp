@@ -73,7 +73,8 @@ std::vector<LinearActBackward> steps_of(const MlpBackward& call, const Reach& re
     step.x = i == 0 ? call.x : call.layers[i - 1].y;
     step.w = layer.w;
     step.activation = activation_of(call, i);
-    step.kept = layer.kept.defined() || last ? layer.kept : layer.y;
+    const bool told_by_y = !last && step.activation == Activation::relu;
+    step.kept = !layer.kept.defined() && told_by_y ? layer.y : layer.kept;
     step.math = call.math;
     step.dw = layer.dw;
     step.db = layer.db;

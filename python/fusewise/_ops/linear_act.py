@@ -122,7 +122,10 @@ def _(
         keeps = save and kind != "identity"
         if save and i > 0:
             hidden.append(y)
-        y, what = _fake_layer(y, w, biases[i] if biases else None, kind, keeps)
+        try:
+            y, what = _fake_layer(y, w, biases[i] if biases else None, kind, keeps)
+        except RuntimeError as error:
+            raise RuntimeError(f"layer {i}: {error}") from None
         if keeps:
             kept.append(what)
     return y, hidden + kept

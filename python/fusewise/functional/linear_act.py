@@ -25,6 +25,8 @@ def linear_act(x: Tensor, w: Tensor, b: Tensor | None = None, activation: str = 
     """
     if needs_formula():
         refuse_forced(settings.linear_act)
+        if error := _ops.wrong_linear_type(x, w, b, activation):
+            raise error
         x, (w, b) = cast_inputs(x, [w, b])
         _ops.check_linear_act(x, w, b, activation)
         return formula(x, w, b, activation)
