@@ -40,6 +40,11 @@ inline Tensor matrix(DType dtype, Form form, Index rows, Index columns) {
   return {};
 }
 
+/// Of the functions: for halves, on GPUs, approximations serve that are good to some 1e-6.
+inline double function_epsilon(DType dtype) {
+  return (size_of(dtype) == 2 ? 16 : 1) * epsilon(sum_type(dtype));
+}
+
 // Functions. -------------------------------------------------------------------------------------
 
 inline double linear_activate(Activation kind, double z) {
@@ -170,7 +175,7 @@ inline Values z_reference(const LinearAct& call) {
 /// y, where z may have been rounded on its way.
 inline Values y_reference(const LinearAct& call, const Values& z) {
   const DType dtype = call.y.dtype();
-  const double eps = epsilon(sum_type(dtype));
+  const double eps = function_epsilon(dtype);
   Values y;
   for (const Bounded& each : z) {
     const double value = each.value, size = std::fabs(value);
@@ -217,7 +222,8 @@ inline LinearGradients gradient_reference(const LinearAct& call) {
       out.dz.push_back({dy, 0});
     } else {
       const Bounded slope = linear_slope(call.activation, call.kept.get(i));
-      out.dz.push_back({dy * slope.value, 8 * eps * std::fabs(dy) * slope.error});
+      out.dz.push_back(
+          {dy * slope.value, 8 * function_epsilon(dtype) * std::fabs(dy) * slope.error});
     }
   }
   // Products read dz as it is stored.
