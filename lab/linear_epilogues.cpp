@@ -1,7 +1,6 @@
 // Which of cuBLASLt's epilogues fuse, and which win: the table behind docs/linear.md.
 //
-//   nvcc -std=c++20 -O2 -arch=sm_90 lab/linear_epilogues.cu -o build/lab/linear_epilogues
-//   -lcublasLt build/lab/linear_epilogues
+//   nvcc -std=c++20 -O2 lab/linear_epilogues.cpp -lcublasLt -o build/lab/linear_epilogues
 //
 // For each size, type, product and epilogue: the time of the heuristic's first algorithm, that of
 // the fastest of its candidates, and how many nodes a call puts into a graph (a fused epilogue adds
