@@ -15,7 +15,10 @@ V select(M condition, V yes, V no) {
   return condition ? yes : no;
 }
 
-F32 exp(F32 x) {
+F32 exp(F32 argument) {
+  // Beyond these the result is 0 or infinite anyway, and n would not fit.
+  F32 x = select(argument > 89.0f, F32{} + 89.0f, argument);
+  x = select(x < -104.0f, F32{} - 104.0f, x);
   // 2^n e^r with |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to a whole number, in the low bits.
   constexpr float kRound = 0x1.8p23f;
   const F32 shifted = multiply_add(x, F32{} + 1.44269504f, F32{} + kRound);
@@ -34,10 +37,7 @@ F32 exp(F32 x) {
   const I32 whole = (I32)shifted - (I32)(F32{} + kRound);
   const I32 half = whole >> 1;
   const F32 low = (F32)((half + 127) << 23), high = (F32)((whole - half + 127) << 23);
-  F32 result = p * low * high;
-  result = select(x > 88.73f, F32{} + __builtin_inff(), result);
-  result = select(x < -104.0f, F32{}, result);
-  return select(x != x, x, result);
+  return select(x != x, x, p * low * high);
 }
 
 F32 erf(F32 x) {
