@@ -129,7 +129,7 @@ def test_opcheck(device, activation):
     for bias in (True, False):
         case = make_mlp_case((4,), (6, 5, 3), device, activation=activation, bias=bias)
         torch.library.opcheck(forward_op, operator_arguments(case, False))
-        # On CUDA the bits of small hidden layers are only allocated: a rerun need not have the same.
+        # On CUDA the bits of small hidden layers are only allocated, and differ in a rerun.
         some = ("test_schema", "test_autograd_registration", "test_faketensor")
         comparable = device == "cpu" or activation != "relu"
         every = ("test_aot_dispatch_dynamic",) if comparable else ()
