@@ -175,13 +175,14 @@ Backward backward(const CallContext& context, const Tensor& dy, const Tensor& x,
   const DType dtype = call.dy.dtype;
   // Where no product reads it, x is but a shape: nothing is made of it.
   const Rows x_rows = rows_of("x", x, needs.dw), w_rows = rows_of("w", w, needs.dx);
-  const Rows kept_rows = rows_of("kept", dense(kept), true);
+  const bool identity = settings.activation == Activation::identity;
+  const Rows kept_rows = identity ? Rows{kept, {}} : rows_of("kept", dense(kept), true);
   call.x = x_rows.view;
   call.w = w_rows.view;
   check(m == call.x.sizes[0] && n == call.w.sizes[0], "dy: expected [", call.x.sizes[0], ", ",
         call.w.sizes[0], "], got ", call.dy);
   check(dtype == call.x.dtype, "dy: expected dtype ", call.x.dtype, ", got ", dtype);
-  if (settings.activation != Activation::identity) call.kept = kept_rows.view;
+  if (!identity) call.kept = kept_rows.view;
   call.activation = settings.activation;
   call.math = settings.math;
   call.implementation = settings.implementation;
@@ -191,7 +192,7 @@ Backward backward(const CallContext& context, const Tensor& dy, const Tensor& x,
   if (needs.db) call.db = view_of("db", result.db);
   if (x.is_cpu()) {
     const bool products = needs.dx || needs.dw;
-    const bool same = settings.activation == Activation::identity;
+    const bool same = identity;
     Tensor dz = products && !same && !ours ? new_dense(x, dtype, {m, n}) : dy_rows.tensor;
     if (products && !same) call.dz = rows_of("dz", dz, true).view;
     linear_act(context.get(), call);
@@ -208,7 +209,7 @@ Backward backward(const CallContext& context, const Tensor& dy, const Tensor& x,
   const Rows dx_rows = rows_of("dx", result.dx, true), dw_rows = rows_of("dw", result.dw, true);
   if (needs.dx) call.dx = dx_rows.view;
   if (needs.dw) call.dw = dw_rows.view;
-  if (ours) call.dz = call.dy;
+  if (ours && !identity) call.dz = call.dy;
   linear_act(context.get(), call);
   if (needs.dx && dx_rows.view.data != result.dx.const_data_ptr()) {
     torch::stable::copy_(result.dx, dx_rows.tensor);

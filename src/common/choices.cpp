@@ -32,9 +32,15 @@ class Lock {
  public:
   explicit Lock(const std::filesystem::path& path)
       : file_(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)) {
-    held_ = file_ >= 0 && ::flock(file_, LOCK_EX) == 0;
+    // Whoever holds it needs milliseconds. Not for ever: a child of a process that held it while it
+    // forked may hold it as long as it lives.
+    for (int i = 0; file_ >= 0 && !held_ && i < 100; ++i) {
+      held_ = ::flock(file_, LOCK_EX | LOCK_NB) == 0;
+      if (!held_) ::usleep(10'000);
+    }
   }
   ~Lock() {
+    if (held_) ::flock(file_, LOCK_UN);
     if (file_ >= 0) ::close(file_);
   }
   Lock(const Lock&) = delete;
@@ -88,7 +94,7 @@ ChoiceFile::Entries ChoiceFile::read(std::string& problem) const {
   return entries;
 }
 
-bool ChoiceFile::add(const std::string& key, const std::string& value) const {
+bool ChoiceFile::add(const std::string& key, const std::string& value, bool replace) const {
   if (path_.empty()) return false;
   std::error_code error;
   std::filesystem::create_directories(path_.parent_path(), error);
@@ -96,6 +102,7 @@ bool ChoiceFile::add(const std::string& key, const std::string& value) const {
   if (!lock.held()) return false;
   std::string ignored;
   Entries entries = read(ignored);
+  if (replace) entries.erase(key);
   entries.try_emplace(key, value);
 
   const std::filesystem::path fresh = path_.string() + "." + std::to_string(::getpid());

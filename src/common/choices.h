@@ -25,9 +25,10 @@ class ChoiceFile {
   /// `problem` says what is wrong with it.
   Entries read(std::string& problem) const;
 
-  /// Adds an entry; one of the same key that is there already stays. A damaged file is replaced.
-  /// Returns false where the file cannot be written: then the choice lives as long as the process.
-  bool add(const std::string& key, const std::string& value) const;
+  /// Adds an entry; one of the same key that is there already stays, unless it is to be replaced. A
+  /// damaged file is written anew. Returns false where the file cannot be written, or others hold
+  /// it for more than a second: then the choice lives as long as the process.
+  bool add(const std::string& key, const std::string& value, bool replace = false) const;
 
  private:
   std::filesystem::path path_;

@@ -78,7 +78,7 @@ std::vector<LinearActBackward> steps_of(const MlpBackward& call, const Reach& re
     step.math = call.math;
     step.dw = layer.dw;
     step.db = layer.db;
-    if (!last) step.dz = dy;
+    if (!last && step.activation != Activation::identity) step.dz = dy;
     if (i == 0) {
       step.dx = call.dx;
     } else if (i > reach.first) {

@@ -16,8 +16,6 @@
 namespace fusewise::cuda {
 namespace {
 
-constexpr int kMaxDevices = 64;
-
 int attribute(cudaDeviceAttr which, int device) {
   int value = 0;
   check_cuda(cudaDeviceGetAttribute(&value, which, device), "asking for the GPU's limits");

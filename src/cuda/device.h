@@ -6,6 +6,8 @@
 
 namespace fusewise::cuda {
 
+inline constexpr int kMaxDevices = 64;
+
 struct DeviceLimits {
   int capability;           ///< 90 for sm_90; of the built code where that is older
   int multiprocessors;      ///< 132 on an H200

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import fusewise
@@ -347,3 +348,31 @@ def test_explain_sees_through_a_model(device):
     model = nn.Sequential(LinearAct(6, 9, device=device), MLP([9, 8, 4], device=device))
     records = fusewise.explain(model, torch.randn(3, 6, device=device))
     assert [r.operator for r in records] == ["linear_act"] * 6
+
+
+def hooked(kind):
+    linear = torch.nn.Linear(4, 3)
+    if kind == "hook":
+        linear.register_forward_hook(lambda *_: None)
+    elif kind == "pruned":
+        torch.nn.utils.prune.l1_unstructured(linear, "weight", 0.5)
+    elif kind == "spectral norm":
+        linear = torch.nn.utils.spectral_norm(linear)
+    else:
+        linear = torch.nn.utils.parametrizations.weight_norm(linear)
+    return linear
+
+
+@pytest.mark.parametrize("kind", ["hook", "pruned", "spectral norm", "parametrised"])
+def test_layers_that_do_more_than_their_product_are_refused(kind):
+    """The fused layer would compute something else, silently."""
+    linear = hooked(kind)
+    with pytest.raises((TypeError, ValueError), match="^linear: "):
+        fusewise.nn.LinearAct.from_linear(linear)
+    with pytest.raises((TypeError, ValueError), match=r"^modules\[1\]: "):
+        fusewise.nn.MLP.from_sequential(torch.nn.Sequential(torch.nn.Linear(2, 4), linear))
+
+
+def test_an_activation_is_not_dropped():
+    with pytest.raises(TypeError, match="^linear: expected a torch.nn.Linear, got LinearAct"):
+        fusewise.nn.LinearAct.from_linear(fusewise.nn.LinearAct(2, 3, activation="gelu"), "relu")

@@ -31,6 +31,19 @@ def floating(dtype: torch.dtype | None) -> None:
         raise ValueError(f"dtype: expected a floating dtype, got {dtype}")
 
 
+def plain_linear(name: str, module: torch.nn.Module) -> None:
+    """That calling a linear layer does nothing but its product: no hooks, as those of pruning and
+    spectral norms, and no parametrisation, none of which the fused operator would run."""
+    if type(module) is not torch.nn.Linear:
+        raise TypeError(f"{name}: expected a torch.nn.Linear, got {type(module).__name__}")
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    if hooks or not isinstance(module.weight, torch.nn.Parameter):
+        raise ValueError(
+            f"{name}: has hooks or parametrisations (pruning, weight or spectral norm), which a "
+            "fused layer would not run; remove them first"
+        )
+
+
 def activation_of(module: torch.nn.Module) -> str:
     """The name of what one of torch's modules computes; a ValueError where there is none."""
     if isinstance(module, torch.nn.GELU):

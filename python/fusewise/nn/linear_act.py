@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ._checks import activation_name, activation_of, floating, whole
+from ._checks import activation_name, activation_of, floating, plain_linear, whole
 
 
 class LinearAct(torch.nn.Linear):
@@ -43,8 +43,7 @@ class LinearAct(torch.nn.Linear):
 
         `activation` is a name, or torch's module for it: `ReLU`, `GELU`, `SiLU` or `Identity`.
         """
-        if not isinstance(linear, torch.nn.Linear):
-            raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
+        plain_linear("linear", linear)
         if isinstance(activation, torch.nn.Module):
             activation = activation_of(activation)
         made = cls(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ._checks import activation_name, activation_of, floating, whole
+from ._checks import activation_name, activation_of, floating, plain_linear, whole
 
 
 class MLP(torch.nn.Module):
@@ -95,7 +95,8 @@ def _layers_of(modules: torch.nn.Sequential) -> tuple[list[torch.nn.Linear], lis
     linears, kinds = [], []
     behind_linear = False
     for i, module in enumerate(modules):
-        if type(module) is torch.nn.Linear:
+        if isinstance(module, torch.nn.Linear):
+            plain_linear(f"modules[{i}]", module)
             if linears and linears[-1].out_features != module.in_features:
                 raise ValueError(
                     f"modules[{i}]: expected {linears[-1].out_features} in_features, "

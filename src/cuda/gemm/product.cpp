@@ -19,12 +19,12 @@
 #include "common/check.h"
 #include "common/scratch.h"
 #include "cuda/cuda_error.h"
+#include "cuda/device.h"
 #include "cuda/gemm/tuning.h"
 
 namespace fusewise::cuda {
 namespace {
 
-constexpr int kMaxDevices = 64;
 constexpr int kMostCandidates = 8;
 constexpr std::size_t kMostWorkspace = 32 << 20;  // what the vendor advises for Hopper
 constexpr std::uintptr_t kBiasAlignment = 16;     // its kernels take it for granted
@@ -273,8 +273,28 @@ std::optional<Algorithm> restored(const Context& context, const std::string& tex
   return algorithm;
 }
 
-Algorithm measured(const Context& context, const Product& p, Description& description,
-                   const std::vector<Algorithm>& algorithms) {
+/// The fastest of those that run and, where there is such a one, keep NaN.
+Algorithm measured(const Context& context, const Product& p, Description& description) {
+  std::vector<Algorithm> algorithms = candidates(context, p, description);
+  const auto fails = [&](Algorithm& each) {
+    try {
+      each.nan = lets_nan_through(context, p, description, each);
+      return false;
+    } catch (const OutOfMemory&) {
+      throw;
+    } catch (const Error&) {
+      return true;
+    }
+  };
+  algorithms.erase(std::remove_if(algorithms.begin() + 1, algorithms.end(), fails),
+                   algorithms.end());
+  fails(algorithms.front());
+  if (p.epilogue != Epilogue::none &&
+      std::any_of(algorithms.begin(), algorithms.end(), [](auto& each) { return each.nan; })) {
+    std::erase_if(algorithms, [](const Algorithm& each) { return !each.nan; });
+  }
+  if (algorithms.size() == 1) return algorithms.front();
+
   std::size_t most = 0;
   for (const Algorithm& each : algorithms) most = std::max(most, each.workspace);
   const Scratch<char> workspace(context, static_cast<std::int64_t>(most));
@@ -292,38 +312,48 @@ class Settled {
   Algorithm of(const Context& context, const Product& p, Description& description) {
     const ProductKey key = key_of(p);
     if (const auto found = find(key)) return *found;
-    const bool tries = p.epilogue != Epilogue::none;
-    if (!may_measure(context, p.math)) {
-      // Also under capture: it then stays so for this process, as results must not change in it.
-      const auto kept = p.math.tune ? kept_choice(context, "product" + text_of(key)) : std::nullopt;
-      const auto known = kept ? restored(context, *kept, description) : std::nullopt;
-      if (known) return settle(key, *known);
-      Algorithm first = first_choice(context, p);
-      first.nan =
-          !tries || (!is_captured(context) && lets_nan_through(context, p, description, first));
-      return settle(key, first);
-    }
-    const auto alone = measuring();
-    if (const auto found = find(key)) return *found;  // another thread was faster
-    if (const auto kept = kept_choice(context, "product" + text_of(key))) {
+    const std::string text = "product" + text_of(key);
+    const auto kept = p.math.tune ? kept_choice(context, text) : std::nullopt;
+    if (kept) {
       if (const auto known = restored(context, *kept, description)) return settle(key, *known);
     }
-    std::vector<Algorithm> algorithms = candidates(context, p, description);
-    if (tries) {
-      for (Algorithm& each : algorithms) {
-        each.nan = lets_nan_through(context, p, description, each);
-      }
-      if (std::any_of(algorithms.begin(), algorithms.end(), [](auto& each) { return each.nan; })) {
-        std::erase_if(algorithms, [](const Algorithm& each) { return !each.nan; });
-      }
+    // Also under capture: it then stays so for this process, as results must not change in it.
+    if (!may_measure(context, p.math) || !is_worth_measuring(key)) {
+      return settle(key, unmeasured(context, p, description));
     }
-    const Algorithm best =
-        algorithms.size() == 1 ? algorithms[0] : measured(context, p, description, algorithms);
-    keep_choice(context, "product" + text_of(key), written(best));
-    return settle(key, best);
+    const auto alone = measuring(context.device);
+    if (const auto found = find(key)) return *found;  // another thread was faster
+    try {
+      const Algorithm best = measured(context, p, description);
+      keep_choice(context, text, written(best), kept.has_value());
+      return settle(key, best);
+    } catch (const OutOfMemory&) {
+      return settle(key, unmeasured(context, p, description));
+    }
   }
 
  private:
+  // Where one of the sizes changes from call to call, measuring each would stall all of them.
+  static constexpr int kMostOfAKind = 8;
+
+  /// Of all products that differ in the rows alone, or in the length of the sums alone, the first
+  /// few.
+  bool is_worth_measuring(const ProductKey& key) {
+    ProductKey any_rows = key, any_inner = key;
+    any_rows[0] = -1;
+    any_inner[2] = -1;
+    const std::lock_guard lock(mutex_);
+    return kinds_[any_rows]++ < kMostOfAKind && kinds_[any_inner]++ < kMostOfAKind;
+  }
+
+  Algorithm unmeasured(const Context& context, const Product& p, Description& description) {
+    Algorithm first = first_choice(context, p);
+    if (p.epilogue != Epilogue::none) {
+      first.nan = !is_captured(context) && lets_nan_through(context, p, description, first);
+    }
+    return first;
+  }
+
   std::optional<Algorithm> find(const ProductKey& key) {
     const std::lock_guard lock(mutex_);
     const auto found = known_.find(key);
@@ -339,6 +369,7 @@ class Settled {
 
   std::mutex mutex_;
   std::unordered_map<ProductKey, Algorithm, ProductKeyHash> known_;
+  std::unordered_map<ProductKey, int, ProductKeyHash> kinds_;
 };
 
 Settled& settled_for(Device device) {

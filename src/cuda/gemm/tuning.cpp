@@ -12,11 +12,14 @@
 #include "common/check.h"
 #include "common/choices.h"
 #include "cuda/cuda_error.h"
+#include "cuda/device.h"
+#include "fusewise/version.h"
 
 namespace fusewise::cuda {
 namespace {
 
 constexpr int kRounds = 5, kFinalRounds = 10;
+constexpr float kRoundsMs = 200;  // and not more than so long, but one round always
 constexpr std::size_t kFinalists = 3;
 constexpr int kMostCalls = 10;   // in one sample
 constexpr float kSampleMs = 2;   // a sample is about so long, or one call
@@ -34,12 +37,13 @@ class Kept {
     return found->second;
   }
 
-  void add(const std::string& key, const std::string& value) {
+  void add(const std::string& key, const std::string& value, bool replace) {
     {
       const std::lock_guard lock(mutex_);
-      entries_.insert_or_assign(key, value);
+      if (replace) entries_.erase(key);
+      if (!entries_.try_emplace(key, value).second) return;
     }
-    file_.add(key, value);
+    file_.add(key, value, replace);
   }
 
  private:
@@ -62,15 +66,16 @@ Kept& kept() {
   return instance;
 }
 
-/// "NVIDIA H200|132|130100|": what an algorithm is good for.
+/// "0.1.0|NVIDIA H200|132|130100|": what a choice is good for.
 const std::string& machine(int device) {
   thread_local std::unordered_map<int, std::string> known;
   std::string& text = known[device];
   if (text.empty()) {
     cudaDeviceProp properties{};
     check_cuda(cudaGetDeviceProperties(&properties, device), "asking for the GPU's name");
-    text = std::string(properties.name) + "|" + std::to_string(properties.multiProcessorCount) +
-           "|" + std::to_string(cublasLtGetVersion()) + "|";
+    text = std::string(FUSEWISE_VERSION "|") + properties.name + "|" +
+           std::to_string(properties.multiProcessorCount) + "|" +
+           std::to_string(cublasLtGetVersion()) + "|";
   }
   return text;
 }
@@ -142,25 +147,31 @@ bool is_captured(const Context& context) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-bool may_measure(const Context& context, const ProductMath& math) {
+ProductMath with_environment(ProductMath math) {
   static const bool wanted = [] {
     const char* text = std::getenv("FUSEWISE_TUNE");
     return text == nullptr || std::string(text) != "0";
   }();
-  return math.tune && wanted && !is_captured(context);
+  math.tune = math.tune && wanted;
+  return math;
+}
+
+bool may_measure(const Context& context, const ProductMath& math) {
+  return math.tune && !is_captured(context);
 }
 
 std::optional<std::string> kept_choice(const Context& context, const std::string& key) {
   return kept().find(context, machine(context.device.index) + key);
 }
 
-void keep_choice(const Context& context, const std::string& key, const std::string& value) {
-  kept().add(machine(context.device.index) + key, value);
+void keep_choice(const Context& context, const std::string& key, const std::string& value,
+                 bool replace) {
+  kept().add(machine(context.device.index) + key, value, replace);
 }
 
-std::unique_lock<std::recursive_mutex> measuring() {
-  static std::recursive_mutex mutex;
-  return std::unique_lock(mutex);
+std::unique_lock<std::recursive_mutex> measuring(Device device) {
+  static std::array<std::recursive_mutex, kMaxDevices> mutexes;
+  return std::unique_lock(mutexes[device.index]);
 }
 
 std::size_t fastest(const Context& context,
@@ -196,14 +207,18 @@ std::size_t fastest(const Context& context,
   for (std::size_t i = 0; i < ways.size(); ++i) {
     if (i == 0 || once[i] < kHopeless * best) left.push_back(i);
   }
-  for (int round = 0; round < kRounds; ++round) {
+  const auto rounds = [&](int most) {
+    const float once_around = best * static_cast<float>(calls * left.size());
+    return std::clamp(static_cast<int>(kRoundsMs / once_around), 1, most);
+  };
+  for (int round = rounds(kRounds); round > 0; --round) {
     for (const std::size_t i : left) sample(i);
   }
   std::sort(left.begin(), left.end(),
             [&](std::size_t i, std::size_t j) { return median(samples[i]) < median(samples[j]); });
   left.resize(std::min(left.size(), kFinalists));
   if (std::find(left.begin(), left.end(), 0) == left.end()) left.push_back(0);
-  for (int round = 0; round < kFinalRounds && left.size() > 1; ++round) {
+  for (int round = left.size() > 1 ? rounds(kFinalRounds) : 0; round > 0; --round) {
     for (const std::size_t i : left) sample(i);
   }
   std::size_t winner = 0;

@@ -17,8 +17,10 @@ namespace fusewise::cuda {
 /// Whether a graph is being captured on the context's stream.
 bool is_captured(const Context& context);
 
-/// Whether this call may measure: its settings and the environment (FUSEWISE_TUNE) want it, and no
-/// graph is being captured on its stream.
+/// The settings with what the environment says of them: FUSEWISE_TUNE=0 turns tuning off.
+ProductMath with_environment(ProductMath math);
+
+/// Whether this call may measure: its settings want it, and no graph is captured on its stream.
 bool may_measure(const Context& context, const ProductMath& math);
 
 /// Another thread may be capturing a graph meanwhile, in a mode that would refuse what is done here
@@ -37,11 +39,12 @@ class RelaxedCapture {
 
 /// What was kept under a key, for this GPU and this cuBLASLt, by this process or one before it.
 std::optional<std::string> kept_choice(const Context& context, const std::string& key);
-void keep_choice(const Context& context, const std::string& key, const std::string& value);
+void keep_choice(const Context& context, const std::string& key, const std::string& value,
+                 bool replace = false);
 
-/// Only one thread measures at a time: two would measure each other. What it measures may need to
-/// measure in turn.
-std::unique_lock<std::recursive_mutex> measuring();
+/// Only one thread measures on a GPU at a time: two would measure each other. What it measures may
+/// need to measure in turn.
+std::unique_lock<std::recursive_mutex> measuring(Device device);
 
 /// The fastest, by GPU time, of ways that each enqueue the same work, by a few launches and without
 /// allocations: they are timed as graphs, so that the host's time does not count. The first stays

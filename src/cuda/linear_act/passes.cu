@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads) activate_rows(const ActivationArgume
         }
         if constexpr (kGroup < kByte) {  // two neighbours share a byte
           static_assert(2 * kGroup == kByte);
-          open |= __shfl_xor_sync(__activemask(), open, 1) << kGroup;
+          open |= __shfl_xor_sync(3u << (threadIdx.x & 30), open, 1) << kGroup;
         }
         if (place.column % kByte == 0) {
           a.bits[at * a.bit_stride + place.column / kByte] = static_cast<unsigned char>(open);
