@@ -107,13 +107,24 @@ def test() -> list[Callable[[], Outcome]]:
         outcome.detail = count_tests(OUT / f"{step}.xml") or outcome.detail
         return outcome
 
+    def python_tests(step: str, files: list) -> Callable[[], Outcome]:
+        return lambda: counted(step, [*pytest, *files, f"--junitxml={OUT / f'{step}.xml'}"])
+
+    # Those of tests/gpu need most of the memory, so they run one after the other.
+    several = shares(sorted((ROOT / "tests" / "python").glob("test_*.py")), 3)
     return [
         lambda: counted("ctest", ctest),
-        lambda: counted("pytest", [*pytest, "tests/python", f"--junitxml={OUT / 'pytest.xml'}"]),
-        lambda: counted(
-            "pytest-gpu", [*pytest, "tests/gpu", f"--junitxml={OUT / 'pytest-gpu.xml'}"]
-        ),
+        *(python_tests(f"pytest-{i}", files) for i, files in enumerate(several, 1)),
+        python_tests("pytest-gpu", ["tests/gpu"]),
     ]
+
+
+def shares(files: list[Path], count: int) -> list[list[Path]]:
+    """The files in `count` lists of about the same size in bytes."""
+    found: list[list[Path]] = [[] for _ in range(count)]
+    for file in sorted(files, key=lambda file: -file.stat().st_size):
+        min(found, key=lambda share: sum(f.stat().st_size for f in share)).append(file)
+    return found
 
 
 def count_tests(junit: Path) -> str | None:
@@ -136,7 +147,10 @@ def sanitize() -> list[Callable[[], Outcome]]:
     if shutil.which("compute-sanitizer") is None:
         missing = Outcome("sanitize", False, 0, "compute-sanitizer is not on the path")
         return [lambda: missing]
-    programs = {"python": [sys.executable, "tools/sanitizer_calls.py"]}
+    programs = {
+        family: [sys.executable, "tools/sanitizer_calls.py", family]
+        for family in ("squeeze_excite", "linear_act")
+    }
     if CTEST_BINARY.is_file():
         programs["cpp"] = [CTEST_BINARY, "--gtest_filter=*Cuda*Short*"]
 
@@ -145,7 +159,7 @@ def sanitize() -> list[Callable[[], Outcome]]:
         # With its cache, torch hands out pieces of large blocks, and nothing is out of bounds.
         uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         step = f"{tool}-{name}"
-        outcome = run(step, [*checker, *programs[name]], timeout=180, show=False, **uncached)
+        outcome = run(step, [*checker, *programs[name]], timeout=280, show=False, **uncached)
         found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", (OUT / f"{step}.log").read_text())
         outcome.detail += f", {found[-1] if found else 'no summary'}"
         return outcome

@@ -1,7 +1,11 @@
 """The calls that compute-sanitizer watches: every implementation, small and odd shapes, both ways.
 
+    python3 tools/sanitizer_calls.py FAMILY
+
 Small, because a watched kernel runs a hundred times slower.
 """
+
+import sys
 
 import torch
 
@@ -77,17 +81,25 @@ def linear_calls(size, dtype) -> int:
     return done
 
 
-if __name__ == "__main__":
-    done = 0
-    # Measuring would run the vendor's kernels a hundred times over, and none of ours more often.
-    torch.use_deterministic_algorithms(True)
-    for size in MATRICES:
-        for dtype in (torch.float16, torch.float32, torch.float64):
-            done += linear_calls(size, dtype)
+def squeeze_excite_calls() -> int:
     for shape in SHAPES:
         for dtype in (torch.float16, torch.float32):
             for layout in LAYOUTS:
                 call(shape, dtype, layout)
-                done += 1
+    return len(SHAPES) * 2 * len(LAYOUTS)
+
+
+def linear_act_calls() -> int:
+    # Measuring would run the vendor's kernels a hundred times over, and none of ours more often.
+    torch.use_deterministic_algorithms(True)
+    return sum(
+        linear_calls(size, dtype) for size in MATRICES for dtype in (torch.float16, torch.float32)
+    )
+
+
+FAMILIES = {"squeeze_excite": squeeze_excite_calls, "linear_act": linear_act_calls}
+
+if __name__ == "__main__":
+    done = FAMILIES[sys.argv[1]]()
     torch.cuda.synchronize()
     print(f"{done} calls, every implementation")

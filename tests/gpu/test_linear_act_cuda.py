@@ -510,6 +510,9 @@ def test_nothing_is_measured_where_nobody_wants_it(run_python, tmp_path):
     first = tuned(run_python, tmp_path, FUSEWISE_TUNE="0")
     assert not (tmp_path / "fusewise" / "products").exists()
     assert tuned(run_python, tmp_path, FUSEWISE_TUNE="0") == first
+    tuned(run_python, tmp_path)
+    assert (tmp_path / "fusewise" / "products").exists()
+    assert tuned(run_python, tmp_path, FUSEWISE_TUNE="0") == first, "what was measured was used"
 
 
 def test_a_folder_that_cannot_be_written(run_python, tmp_path):
