@@ -5,10 +5,12 @@ find_package(Threads REQUIRED)
 
 set(common_sources
   src/common/activation.cpp
+  src/common/autoencoder.cpp
   src/common/scratch.cpp
   src/common/squeeze_excite.cpp
   src/common/tensor.cpp)
 set(cpu_sources
+  src/cpu/autoencoder.cpp
   src/cpu/squeeze_excite.cpp
   src/cpu/threads.cpp)
 
@@ -20,7 +22,9 @@ set(isa_flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
   -mprefer-vector-width=512)
 set(isa_objects "")
 foreach(isa portable avx2 avx512)
-  add_library(fusewise_${isa} OBJECT src/cpu/squeeze_excite_kernels.cpp)
+  add_library(fusewise_${isa} OBJECT
+    src/cpu/autoencoder_kernels.cpp
+    src/cpu/squeeze_excite_kernels.cpp)
   target_compile_definitions(fusewise_${isa} PRIVATE FUSEWISE_ISA=${isa})
   target_compile_options(fusewise_${isa} PRIVATE -O3 -ffp-contract=off ${isa_flags_${isa}})
   target_include_directories(fusewise_${isa} PRIVATE include src)
@@ -45,6 +49,7 @@ add_library(fusewise::fusewise ALIAS fusewise)
 fusewise_core_target(fusewise)
 if(FUSEWISE_WITH_CUDA)
   set(cuda_sources
+    src/cuda/autoencoder/implementations.cpp
     src/cuda/device.cu
     src/cuda/squeeze_excite/cluster.cu
     src/cuda/squeeze_excite/cluster_plan.cpp

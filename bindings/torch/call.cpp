@@ -113,12 +113,12 @@ Tensor new_dense(const Tensor& like, DType dtype, std::vector<std::int64_t> size
 
 Tensor new_like(const Tensor& like) {
   // The two common layouts directly: a call through the dispatcher costs a microsecond or two.
-  if (like.dim() == 4 && like.numel() > 0 &&
-      (is_dense_in(like, {3, 2, 1, 0}) || is_dense_in(like, {1, 3, 2, 0}))) {
+  if (like.numel() > 0 &&
+      (like.is_contiguous() || (like.dim() == 4 && is_dense_in(like, {1, 3, 2, 0})))) {
     const auto sizes = like.sizes();
     const auto strides = like.strides();
     const DType dtype = dtype_of("x", like);
-    return empty_strided(like, torch_dtype(dtype), 4, sizes.data(), strides.data());
+    return empty_strided(like, torch_dtype(dtype), like.dim(), sizes.data(), strides.data());
   }
   try {
     return torch::stable::empty_like(like);

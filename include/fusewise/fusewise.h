@@ -2,6 +2,7 @@
 
 /// Everything, for those who do not mind.
 #include "fusewise/activation.h"      // IWYU pragma: export
+#include "fusewise/autoencoder.h"     // IWYU pragma: export
 #include "fusewise/context.h"         // IWYU pragma: export
 #include "fusewise/error.h"           // IWYU pragma: export
 #include "fusewise/implementation.h"  // IWYU pragma: export

@@ -6,7 +6,12 @@ The values are instance attributes of a `threading.local`, not class attributes,
 
 import threading
 
-OPERATORS = ("squeeze_excite", "squeeze_excite_backward")
+OPERATORS = (
+    "autoencoder",
+    "autoencoder_backward",
+    "squeeze_excite",
+    "squeeze_excite_backward",
+)
 
 
 class _Settings(threading.local):

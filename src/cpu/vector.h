@@ -207,7 +207,7 @@ template <>
 struct Memory<double> : Plain<double> {};
 
 /// Streamed stores are not ordered with what follows: everything before must be out first.
-void end_of_stream() {
+[[maybe_unused]] void end_of_stream() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif

@@ -2,6 +2,15 @@
 error types. Everything here is private; `fusewise.functional` is the door."""
 
 from ._library import CUDA_MISSING, build_info, rephrased
+from .autoencoder import (
+    AUTOENCODER_WEIGHTS,
+    autoencoder,
+    autoencoder_backward,
+    autoencoder_explain,
+    autoencoder_score_dtype,
+    autoencoder_wrong_type,
+    check_autoencoder,
+)
 from .squeeze_excite import (
     check_squeeze_excite,
     saved_dtype,
@@ -12,8 +21,15 @@ from .squeeze_excite import (
 )
 
 __all__ = [
+    "AUTOENCODER_WEIGHTS",
     "CUDA_MISSING",
+    "autoencoder",
+    "autoencoder_backward",
+    "autoencoder_explain",
+    "autoencoder_score_dtype",
+    "autoencoder_wrong_type",
     "build_info",
+    "check_autoencoder",
     "check_squeeze_excite",
     "rephrased",
     "saved_dtype",
