@@ -1,0 +1,131 @@
+#pragma once
+
+// exp, erf and the activations on vectors of one instruction set, to the last bits of float32; of
+// float64 the C library's own, lane by lane. NaN comes through. The rule of cpu/vector.h holds.
+
+#include "cpu/vector.h"
+#include "fusewise/activation.h"
+
+namespace fusewise::cpu::FUSEWISE_ISA {
+namespace {
+
+/// b where the condition (all bits of a lane, as a comparison gives it) holds, else a.
+template <typename V, typename M>
+V select(M condition, V yes, V no) {
+  return condition ? yes : no;
+}
+
+F32 exp(F32 x) {
+  // 2^n e^r with |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to a whole number, in the low bits.
+  constexpr float kRound = 0x1.8p23f;
+  const F32 shifted = multiply_add(x, F32{} + 1.44269504f, F32{} + kRound);
+  const F32 n = shifted - kRound;
+  F32 r =
+      multiply_add(n, F32{} - 0x1.62e4p-1f, x);  // ln(2) in two parts: the first times n is exact
+  r = multiply_add(n, F32{} - 1.42860677e-6f, r);
+  F32 p = F32{} + 0.0013956218f;
+  p = multiply_add(p, r, F32{} + 0.0083752321f);
+  p = multiply_add(p, r, F32{} + 0.0416660793f);
+  p = multiply_add(p, r, F32{} + 0.1666641384f);
+  p = multiply_add(p, r, F32{} + 0.5f);
+  p = multiply_add(p, r, F32{} + 1.0f);
+  p = multiply_add(p, r, F32{} + 1.0f);
+  // In two steps, so that neither factor leaves the range of normal numbers.
+  const I32 whole = (I32)shifted - (I32)(F32{} + kRound);
+  const I32 half = whole >> 1;
+  const F32 low = (F32)((half + 127) << 23), high = (F32)((whole - half + 127) << 23);
+  F32 result = p * low * high;
+  result = select(x > 88.73f, F32{} + __builtin_inff(), result);
+  result = select(x < -104.0f, F32{}, result);
+  return select(x != x, x, result);
+}
+
+F32 erf(F32 x) {
+  const F32 t = select(x < 0.0f, -x, x), s = x * x;
+  F32 p = F32{} + 8.3978019e-05f;  // erf(x) / x near zero
+  p = multiply_add(p, s, F32{} - 0.00081498071f);
+  p = multiply_add(p, s, F32{} + 0.0052017160f);
+  p = multiply_add(p, s, F32{} - 0.0268597025f);
+  p = multiply_add(p, s, F32{} + 0.1128370166f);
+  p = multiply_add(p, s, F32{} - 0.3761263490f);
+  const F32 small = multiply_add(multiply_add(p, s, F32{} + 0.1283792257f), x, x);
+  const F32 bounded = select(t > 3.95f, F32{} + 3.95f, t);
+  F32 q = F32{} + 2.1184265e-05f;  // -log(1 - erf(t)) beyond; at 3.95 that is all of float32
+  q = multiply_add(q, bounded, F32{} - 0.00043547808f);
+  q = multiply_add(q, bounded, F32{} + 0.0041759023f);
+  q = multiply_add(q, bounded, F32{} - 0.0251319520f);
+  q = multiply_add(q, bounded, F32{} + 0.1082991064f);
+  q = multiply_add(q, bounded, F32{} + 0.6333299279f);
+  q = multiply_add(q, bounded, F32{} + 1.1295231581f);
+  q = multiply_add(q, bounded, F32{} - 0.00017636213f);
+  const F32 large = 1.0f - exp(-q);
+  const F32 signed_large = select(x < 0.0f, -large, large);
+  return select(t < 0.921875f, small, select(x != x, x, signed_large));
+}
+
+/// Near zero its relative error grows; who adds 1 to it does not see that.
+F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+template <typename Function>
+F64 by_lane(F64 x, Function function) {
+  for (unsigned i = 0; i < sizeof(F64) / sizeof(double); ++i) x[i] = function(x[i]);
+  return x;
+}
+F64 exp(F64 x) {
+  return by_lane(x, [](double v) { return __builtin_exp(v); });
+}
+F64 erf(F64 x) {
+  return by_lane(x, [](double v) { return __builtin_erf(v); });
+}
+F64 tanh(F64 x) {
+  return by_lane(x, [](double v) { return __builtin_tanh(v); });
+}
+
+// The formulas are those of common/math.h. ------------------------------------------------------
+
+constexpr float lane(F32, double value) { return static_cast<float>(value); }
+constexpr double lane(F64, double value) { return value; }
+
+template <typename V>
+V gelu_argument(V z) {
+  return (z + z * z * z * lane(V{}, 0.044715)) * lane(V{}, 0.79788456080286536);
+}
+
+/// Half of 1 + erf(z / sqrt(2)).
+template <typename V>
+V normal_cdf(V z) {
+  return lane(V{}, 0.5) * (1 + erf(z * lane(V{}, 0.70710678118654752)));
+}
+
+template <Activation kKind, typename V>
+V activate(V z) {
+  if constexpr (kKind == Activation::relu) return select(z < 0, V{}, z);
+  if constexpr (kKind == Activation::silu) return z / (1 + exp(-z));
+  if constexpr (kKind == Activation::gelu) return z * normal_cdf(z);
+  if constexpr (kKind == Activation::gelu_tanh) {
+    return z * lane(V{}, 0.5) * (1 + tanh(gelu_argument(z)));
+  }
+  return z;
+}
+
+template <Activation kKind, typename V>
+V activation_gradient(V z, V gradient) {
+  if constexpr (kKind == Activation::relu) return select(z <= 0, V{}, gradient);
+  if constexpr (kKind == Activation::silu) {
+    const V s = 1 / (1 + exp(-z));
+    return gradient * (s * (1 + z * (1 - s)));
+  }
+  if constexpr (kKind == Activation::gelu) {
+    const V density = lane(V{}, 0.39894228040143268) * exp(lane(V{}, -0.5) * z * z);
+    return gradient * (normal_cdf(z) + z * density);
+  }
+  if constexpr (kKind == Activation::gelu_tanh) {
+    const V t = tanh(gelu_argument(z));
+    const V slope = lane(V{}, 0.79788456080286536) * (1 + lane(V{}, 3 * 0.044715) * z * z);
+    return gradient * lane(V{}, 0.5) * (1 + t + z * (1 - t * t) * slope);
+  }
+  return gradient;
+}
+
+}  // namespace
+}  // namespace fusewise::cpu::FUSEWISE_ISA
