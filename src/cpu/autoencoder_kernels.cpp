@@ -31,6 +31,20 @@ using MaskOf = decltype(VectorOf<A>{} == VectorOf<A>{});
 template <typename A, int kVecs>
 constexpr Index kRows = kVecs * Memory<A>::kLanes;
 
+/// x in every lane. Minus zero, because plus zero would cost an addition: -0 + 0 is not -0.
+template <typename V, typename E>
+V broadcast(E x) {
+  return x - V{};
+}
+
+F32 square_root(F32 x) {
+  for (int i = 0; i < kFloats; ++i) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+}
+F64 square_root(F64 x) {
+  return by_lane(x, [](double v) { return __builtin_sqrt(v); });
+}
+
 constexpr Index smaller(Index a, Index b) { return a < b ? a : b; }
 constexpr Index larger(Index a, Index b) { return a > b ? a : b; }
 
@@ -40,7 +54,7 @@ template <int... kLane>
 struct Lanes {};
 
 template <int kStep, typename V, int... kLane>
-void exchange(V& a, V& b, Lanes<kLane...>) {
+[[gnu::always_inline]] inline void exchange(V& a, V& b, Lanes<kLane...>) {
   constexpr int kCount = sizeof...(kLane);
   const V low = __builtin_shufflevector(
       a, b, ((kLane & kStep) != 0 ? kCount + kLane - kStep : kLane)...);
@@ -49,8 +63,9 @@ void exchange(V& a, V& b, Lanes<kLane...>) {
 }
 
 /// A square of lanes by lanes values: blocks beside the diagonal change places, ever larger ones.
+/// Inlined, so that they stay in registers.
 template <typename A, int kStep = 1>
-void transpose(VectorOf<A> (&v)[Memory<A>::kLanes]) {
+[[gnu::always_inline]] inline void transpose(VectorOf<A> (&v)[Memory<A>::kLanes]) {
   constexpr int kLanes = Memory<A>::kLanes;
   if constexpr (kStep < kLanes) {
     for (int i = 0; i < kLanes; ++i) {
@@ -119,15 +134,20 @@ void store_lanes(const A* in, Index features, const Strided<T>& to, Index row, I
 
 // Products. --------------------------------------------------------------------------------------
 
-template <int kVecs, int kOutputs, typename A>
+/// What a product starts from.
+enum class From { zero, bias, sums };
+
+template <From kFrom, int kVecs, int kOutputs, typename A>
 void multiply_tile(const A* weights, Index output_step, Index input_step, Index inputs,
-                   const A* bias, const A* in, A* out, bool add) {
+                   const A* bias, const A* in, A* out) {
   using M = Memory<A>;
   VectorOf<A> sums[kOutputs][kVecs];
   for (int n = 0; n < kOutputs; ++n) {
     for (int v = 0; v < kVecs; ++v) {
-      sums[n][v] = add ? M::load(out + (n * kVecs + v) * M::kLanes)
-                       : broadcast<VectorOf<A>>(bias != nullptr ? bias[n] : A(0));
+      if constexpr (kFrom == From::sums)
+        sums[n][v] = M::load(out + (n * kVecs + v) * M::kLanes);
+      else
+        sums[n][v] = broadcast<VectorOf<A>>(kFrom == From::bias ? bias[n] : A(0));
     }
   }
   for (Index k = 0; k < inputs; ++k) {
@@ -143,22 +163,42 @@ void multiply_tile(const A* weights, Index output_step, Index input_step, Index 
   }
 }
 
-/// out[n][row] = bias[n] (0 where null; out itself where `add`) + sum over k of
-/// weights[n * output_step + k * input_step] * in[k][row]
-template <int kVecs, typename A>
-__attribute__((noinline)) void multiply(const A* weights, Index output_step, Index input_step,
-                                        Index outputs, Index inputs, const A* bias, const A* in,
-                                        A* out, bool add = false) {
+/// A matrix of weights: the one of output n and input k lies at n * output + k * input.
+template <typename A>
+struct Matrix {
+  const A* weights;
+  Index output, input;
+};
+
+/// out[n][row] = 0, bias[n] or itself + sum over k of weight(n, k) * in[k][row]
+template <From kFrom, int kVecs, typename A>
+[[gnu::noinline]] void multiply(const Matrix<A>& matrix, Index outputs, Index inputs, const A* bias,
+                                const A* in, A* out) {
   Index n = 0;
   const auto tile = [&]<int kOutputs>() {
     for (; n + kOutputs <= outputs; n += kOutputs) {
-      multiply_tile<kVecs, kOutputs>(weights + n * output_step, output_step, input_step, inputs,
-                                     bias == nullptr ? nullptr : bias + n, in,
-                                     out + n * kRows<A, kVecs>, add);
+      multiply_tile<kFrom, kVecs, kOutputs>(matrix.weights + n * matrix.output, matrix.output,
+                                            matrix.input, inputs,
+                                            kFrom == From::bias ? bias + n : nullptr, in,
+                                            out + n * kRows<A, kVecs>);
     }
   };
   tile.template operator()<kTile>();
   tile.template operator()<1>();
+}
+
+template <int kVecs, typename A>
+void multiply(const Matrix<A>& matrix, Index outputs, Index inputs, const A* bias, const A* in,
+              A* out) {
+  multiply<From::bias, kVecs>(matrix, outputs, inputs, bias, in, out);
+}
+template <int kVecs, typename A>
+void multiply(const Matrix<A>& matrix, Index outputs, Index inputs, const A* in, A* out) {
+  multiply<From::zero, kVecs>(matrix, outputs, inputs, static_cast<const A*>(nullptr), in, out);
+}
+template <int kVecs, typename A>
+void multiply_onto(const Matrix<A>& matrix, Index outputs, Index inputs, const A* in, A* out) {
+  multiply<From::sums, kVecs>(matrix, outputs, inputs, static_cast<const A*>(nullptr), in, out);
 }
 
 /// `width` columns: `whole` vectors, or where that is 0 a part of one.
@@ -317,12 +357,9 @@ void gelu(A* x, Index features, A* slopes) {
   using M = Memory<A>;
   each<A, kVecs>(features, [&](Index, Index place) {
     const VectorOf<A> z = M::load(x + place);
-    const VectorOf<A> cdf = A(0.5) * (A(1) + erf(z * A(0.70710678118654752)));
+    const VectorOf<A> cdf = normal_cdf(z);
     M::store(x + place, z * cdf);
-    if (slopes != nullptr) {
-      const VectorOf<A> density = A(0.39894228040143268) * exp(A(-0.5) * z * z);
-      M::store(slopes + place, multiply_add(z, density, cdf));
-    }
+    if (slopes != nullptr) M::store(slopes + place, multiply_add(z, normal_density(z), cdf));
   });
 }
 
@@ -487,20 +524,23 @@ void encode_block(const Model<A>& model, const Strided<const T>& x, Index row, I
     load_lanes<kVecs>(x, row, count, f, size.mels, normalised);
     normalise<kVecs>(normalised, size.mels, p.keep ? p.scales + f * kAll : p.scales);
     affine<kVecs>(normalised, w.norm_weight, w.norm_bias, size.mels, p.input);
-    multiply<kVecs>(w.encoder_weight, size.mels, Index(1), size.slice, size.mels, w.encoder_bias,
-                    p.input, p.hidden);
+    multiply<kVecs>(Matrix<A>{w.encoder_weight, size.mels, 1}, size.slice, size.mels,
+                    w.encoder_bias, p.input, p.hidden);
     gelu<kVecs>(p.hidden, size.slice, p.keep ? p.slopes + f * size.slice * kAll : nullptr);
     if (p.keep) {
       const Strided<A> coded{p.coded + f * size.slice * kAll, size.slice, 0, 1};
       store_lanes<kVecs>(p.hidden, size.slice, coded, 0, count, 0);
     }
-    multiply<kVecs>(w.basis + f * size.slice, width, Index(1), size.latent, size.slice,
-                    static_cast<const A*>(nullptr), p.hidden, p.mid_normalised, f > 0);
+    const Matrix<A> basis{w.basis + f * size.slice, width, 1};
+    if (f == 0)
+      multiply<kVecs>(basis, size.latent, size.slice, p.hidden, p.mid_normalised);
+    else
+      multiply_onto<kVecs>(basis, size.latent, size.slice, p.hidden, p.mid_normalised);
   }
   scale_features<kVecs>(p.mid_normalised, model.inverse_lengths, size.latent, p.mid_normalised);
   normalise<kVecs>(p.mid_normalised, size.latent, p.mid_scale);
   affine<kVecs>(p.mid_normalised, w.mid_norm_weight, w.mid_norm_bias, size.latent, p.mid_input);
-  multiply<kVecs>(w.mid_weight, size.latent, Index(1), size.latent, size.latent, w.mid_bias,
+  multiply<kVecs>(Matrix<A>{w.mid_weight, size.latent, 1}, size.latent, size.latent, w.mid_bias,
                   p.mid_input, p.z);
   gelu<kVecs>(p.z, size.latent, p.mid_slopes);
 }
@@ -511,8 +551,8 @@ void decode_block(const Model<A>& model, Index frame, const A* z,
                   const Infinite<A, kVecs>& unfolded, A* r, A* y) {
   constexpr Index kAll = kRows<A, kVecs>;
   const Sizes& size = model.sizes;
-  multiply<kVecs>(model.folded_decoder + frame * size.latent * size.mels, Index(1), size.mels,
-                  size.mels, size.latent, model.weights.decoder_bias, z, y);
+  const Matrix<A> folded{model.folded_decoder + frame * size.latent * size.mels, 1, size.mels};
+  multiply<kVecs>(folded, size.mels, size.latent, model.weights.decoder_bias, z, y);
   if (!unfolded.any) return;
   for (Index i = 0; i < kAll; ++i) {
     if (unfolded.rows[i]) decode_row(model, frame, z + i, kAll, r, y + i);
@@ -616,8 +656,8 @@ void decoder_gradient(const Model<A>& model, const Strided<const T>& x,
         if (unfolded.rows[i / size.latent]) z_rows[i] = 0;
       }
     }
-    multiply<kVecs>(model.folded_decoder + f * size.latent * size.mels, size.mels, Index(1),
-                    size.latent, size.mels, static_cast<const A*>(nullptr), folded_dy, dz, true);
+    const Matrix<A> folded{model.folded_decoder + f * size.latent * size.mels, size.mels, 1};
+    multiply_onto<kVecs>(folded, size.latent, size.mels, folded_dy, dz);
     if (sums.folded_decoder != nullptr) {
       outer(folded_dy, kAll, Index(1), size.mels, z_rows, size.latent, size.latent, count,
             sums.folded_decoder + f * size.mels * size.latent, size.latent);
@@ -665,8 +705,7 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
     outer(dz, kAll, Index(1), size.latent, rows, size.latent, size.latent, count, into.mid_weight,
           size.latent);
   }
-  multiply<kVecs>(w.mid_weight, Index(1), size.latent, size.latent, size.latent,
-                  static_cast<const A*>(nullptr), dz, dmid);
+  multiply<kVecs>(Matrix<A>{w.mid_weight, 1, size.latent}, size.latent, size.latent, dz, dmid);
   add_rows<kVecs>(dmid, p.mid_normalised, size.latent, count, into.mid_norm_weight);
   add_rows<kVecs>(dmid, static_cast<const A*>(nullptr), size.latent, count, into.mid_norm_bias);
   normalise_gradient<kVecs>(dmid, w.mid_norm_weight, p.mid_normalised, size.latent, p.mid_scale);
@@ -685,8 +724,8 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
     if (!want_encoder) continue;
     const A* slopes = p.slopes + f * size.slice * kAll;
     const A* normalised = p.normalised + f * size.mels * kAll;
-    multiply<kVecs>(w.basis + f * size.slice, Index(1), width, size.slice, size.latent,
-                    static_cast<const A*>(nullptr), dz, p.hidden);
+    const Matrix<A> basis{w.basis + f * size.slice, 1, width};
+    multiply<kVecs>(basis, size.slice, size.latent, dz, p.hidden);
     each<A, kVecs>(size.slice, [&](Index, Index place) {
       M::store(p.hidden + place, M::load(p.hidden + place) * M::load(slopes + place));
     });
@@ -698,8 +737,8 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
             into.encoder_weight, size.mels);
     }
     if (!want_norm) continue;
-    multiply<kVecs>(w.encoder_weight, Index(1), size.mels, size.mels, size.slice,
-                    static_cast<const A*>(nullptr), p.hidden, p.input);
+    multiply<kVecs>(Matrix<A>{w.encoder_weight, 1, size.mels}, size.mels, size.slice, p.hidden,
+                    p.input);
     add_rows<kVecs>(p.input, normalised, size.mels, count, into.norm_weight);
     add_rows<kVecs>(p.input, static_cast<const A*>(nullptr), size.mels, count, into.norm_bias);
     if (dx.data == nullptr) continue;

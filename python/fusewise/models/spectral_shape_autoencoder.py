@@ -91,24 +91,18 @@ class SpectralShapeAutoencoder(nn.Module):
         return self._run(x, "score")
 
     def _run(self, x: Tensor, output: str) -> Tensor:
-        norm, encoder = self.slice_encoder
-        mid_norm, mid = self.bottleneck_mlp
-        (decoder,) = self.slice_decoder
-        return autoencoder(
-            x,
-            norm.weight,
-            norm.bias,
-            encoder.weight,
-            encoder.bias,
-            self.global_basis,
-            mid_norm.weight,
-            mid_norm.bias,
-            mid.weight,
-            mid.bias,
-            decoder.weight,
-            decoder.bias,
-            output=output,
-        )
+        weights = []
+        # Past Module.__getattr__, which would cost more than the operator does on few rows. Who is
+        # pruned or parametrized keeps its weight elsewhere and is asked in the ordinary way.
+        parts = self._modules
+        for name in ("slice_encoder", "bottleneck_mlp", "slice_decoder"):
+            for part in parts[name]._modules.values():
+                held = part._parameters
+                weights.append(held["weight"] if "weight" in held else part.weight)
+                weights.append(held["bias"] if "bias" in held else part.bias)
+        held = self._parameters
+        weights.insert(4, held["global_basis"] if "global_basis" in held else self.global_basis)
+        return autoencoder(x, *weights, output=output)
 
     def save_safetensors(self, path: str | PathLike) -> None:
         """Writes the weights as a `.safetensors` file, which `fusewise::Safetensors` reads in C++
