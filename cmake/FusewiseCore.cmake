@@ -6,6 +6,7 @@ find_package(Threads REQUIRED)
 set(common_sources
   src/common/activation.cpp
   src/common/autoencoder.cpp
+  src/common/safetensors.cpp
   src/common/scratch.cpp
   src/common/squeeze_excite.cpp
   src/common/tensor.cpp)

@@ -32,7 +32,11 @@ def _find_version() -> str:
 _check_torch(torch.__version__)
 __version__ = _find_version()
 
-from . import functional, models, nn  # noqa: E402 - the libraries load only under a torch that fits them
+from . import (  # noqa: E402 - the libraries load only under a torch that fits them
+    functional,
+    models,
+    nn,
+)
 from ._explain import explain  # noqa: E402
 from ._settings import implementation  # noqa: E402
 

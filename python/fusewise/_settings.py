@@ -7,10 +7,10 @@ The values are instance attributes of a `threading.local`, not class attributes,
 import threading
 
 OPERATORS = (
-    "autoencoder",
-    "autoencoder_backward",
     "squeeze_excite",
     "squeeze_excite_backward",
+    "autoencoder",
+    "autoencoder_backward",
 )
 
 

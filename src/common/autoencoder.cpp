@@ -4,6 +4,7 @@
 
 #include "common/backends.h"
 #include "common/check.h"
+#include "fusewise/safetensors.h"
 
 namespace fusewise {
 namespace {
@@ -55,8 +56,9 @@ AutoencoderSizes read_sizes(const AutoencoderWeights& weights) {
         "encoder_weight: expected [S, M] with S and M >= 1, got ", encoder);
   check(basis.defined(), "basis: is missing");
   const std::int64_t slice = encoder.sizes[0];
-  check(basis.rank == 2 && basis.sizes[0] >= 1 && basis.sizes[1] >= 1 && basis.sizes[1] % slice == 0,
-        "basis: expected [L, F * ", slice, "] with L and F >= 1, got ", basis);
+  check(
+      basis.rank == 2 && basis.sizes[0] >= 1 && basis.sizes[1] >= 1 && basis.sizes[1] % slice == 0,
+      "basis: expected [L, F * ", slice, "] with L and F >= 1, got ", basis);
   return {encoder.sizes[1], basis.sizes[1] / slice, basis.sizes[0], slice};
 }
 
@@ -104,8 +106,8 @@ AutoencoderSizes check_inputs(const TensorView& x, const AutoencoderWeights& wei
     check(x.sizes[1] == frames * mels, "x: expected rows of ", frames, " x ", mels, " = ",
           frames * mels, " values, got ", x.sizes[1]);
   } else {
-    check(x.sizes[1] == frames && x.sizes[2] == mels, "x: expected rows of ", frames,
-          " frames of ", mels, " values, got ", x);
+    check(x.sizes[1] == frames && x.sizes[2] == mels, "x: expected rows of ", frames, " frames of ",
+          mels, " values, got ", x);
   }
   check(x.sizes[0] >= 0, "x: expected N >= 0, got ", x);
   const bool half = x.dtype == DType::f16 || x.dtype == DType::bf16;
@@ -177,6 +179,22 @@ Candidates check_and_explain(const Context& context, const Call& call) {
 
 AutoencoderSizes autoencoder_sizes(const AutoencoderWeights& weights) {
   return check_weights(weights, weights.encoder_weight.device);
+}
+
+AutoencoderWeights autoencoder_weights(const Safetensors& file) {
+  AutoencoderWeights weights;
+  for (const auto& [weight, name, state] : kAutoencoderWeights) weights.*weight = file.at(state);
+  try {
+    autoencoder_sizes(weights);
+  } catch (const Error& error) {  // says the name here; whoever has a file knows the other one
+    const std::string message = error.what();
+    const std::string argument = message.substr(0, message.find(':'));
+    for (const auto& [weight, name, state] : kAutoencoderWeights) {
+      if (argument == name) fail("'", state, "'", message.substr(argument.size()));
+    }
+    throw;
+  }
+  return weights;
 }
 
 void autoencoder(const Context& context, const AutoencoderForward& call) {

@@ -9,6 +9,7 @@ from .._explain import record
 from .._settings import settings
 
 _transforms_active = torch._C._are_functorch_transforms_active
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd.grad(is_grads_batched=True)
 
 
 @torch.compiler.assume_constant_result
@@ -52,7 +53,7 @@ def _autocast(x, weights):
     """x in autocast's dtype, and half weights of another one; float32 weights stay as they are.
     float64 is never cast."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+    if device == "meta" or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x, weights
     dtype = torch.get_autocast_dtype(device)
     kept = (dtype, torch.float32, torch.float64)
@@ -73,7 +74,10 @@ class _Autoencoder(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         # Compiled backward is traced once, with gradients on; torch itself refuses a second one.
         if not torch.compiler.is_compiling() and (
-            torch.is_grad_enabled() or _transforms_active() or forward_ad._current_level >= 0
+            torch.is_grad_enabled()
+            or _transforms_active()
+            or forward_ad._current_level >= 0
+            or _is_batched(gradient)
         ):
             found = _formula_gradients(x, weights, needed, gradient, output)
             return None, None, None, None, *found
@@ -82,9 +86,7 @@ class _Autoencoder(torch.autograd.Function):
             found = _ops.autoencoder_backward(gradient, x, weights, output, tf32, mask, forced)
         except RuntimeError as error:
             raise _ops.rephrased(error, gradient=gradient) from None
-        wanted = (
-            value if need else None for value, need in zip(found, needed, strict=True)
-        )
+        wanted = (value if need else None for value, need in zip(found, needed, strict=True))
         return None, None, None, None, *wanted
 
 
@@ -124,7 +126,8 @@ def formula(x, weights, output):
         decoder_weight,
         decoder_bias,
     ) = (weight.to(dtype) for weight in weights)
-    with torch.autocast(x.device.type, enabled=False):
+    device = "cpu" if x.is_meta else x.device.type
+    with torch.autocast(device, enabled=False):
         wide = x.to(dtype).reshape(x.shape[0], frames, mels)
         slices = F.layer_norm(wide, (mels,), norm_weight, norm_bias)
         slices = F.gelu(F.linear(slices, encoder_weight, encoder_bias))

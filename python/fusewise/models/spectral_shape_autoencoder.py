@@ -58,7 +58,9 @@ class SpectralShapeAutoencoder(nn.Module):
         self.slice_encoder = nn.Sequential(
             nn.LayerNorm(n_mels, **where), nn.Linear(n_mels, slice_latent_dim, **where)
         )
-        self.global_basis = nn.Parameter(torch.empty(latent_dim, frames * slice_latent_dim, **where))
+        self.global_basis = nn.Parameter(
+            torch.empty(latent_dim, frames * slice_latent_dim, **where)
+        )
         self.bottleneck_mlp = nn.Sequential(
             nn.LayerNorm(latent_dim, **where), nn.Linear(latent_dim, latent_dim, **where)
         )
@@ -92,16 +94,11 @@ class SpectralShapeAutoencoder(nn.Module):
 
     def _run(self, x: Tensor, output: str) -> Tensor:
         weights = []
-        # Past Module.__getattr__, which would cost more than the operator does on few rows. Who is
-        # pruned or parametrized keeps its weight elsewhere and is asked in the ordinary way.
         parts = self._modules
         for name in ("slice_encoder", "bottleneck_mlp", "slice_decoder"):
             for part in parts[name]._modules.values():
-                held = part._parameters
-                weights.append(held["weight"] if "weight" in held else part.weight)
-                weights.append(held["bias"] if "bias" in held else part.bias)
-        held = self._parameters
-        weights.insert(4, held["global_basis"] if "global_basis" in held else self.global_basis)
+                weights += _parameter(part, "weight"), _parameter(part, "bias")
+        weights.insert(4, _parameter(self, "global_basis"))
         return autoencoder(x, *weights, output=output)
 
     def save_safetensors(self, path: str | PathLike) -> None:
@@ -125,3 +122,10 @@ class SpectralShapeAutoencoder(nn.Module):
             f"n_mels={self.n_mels}, frames={self.frames}, latent_dim={self.latent_dim}, "
             f"slice_latent_dim={self.slice_latent_dim}"
         )
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor:
+    """Past Module.__getattr__, which would cost more than the operator does on few rows. Who is
+    pruned or parametrized keeps it elsewhere and is asked in the ordinary way."""
+    value = module._parameters.get(name)
+    return getattr(module, name) if value is None else value

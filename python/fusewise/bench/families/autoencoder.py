@@ -190,7 +190,7 @@ def _terms(x, weights, steps, gradient, d, output) -> dict[str, tuple[Tensor, Te
     slope = {n: (cdf(steps[n]) + steps[n] * density(steps[n])).abs() for n in "uv"}
     bend = {n: (density(steps[n]) * (2 - steps[n] ** 2)).abs() for n in "uv"}
     h, s, q, z, r = (steps[name].abs() for name in ("h", "s", "q", "latent", "r"))
-    dh, du, ds, dq, dp, dv, dz, dr, dy = (d[name].abs() for name in "h u s q p v z r y".split())
+    dh, du, ds, dp, dq, dv, dz, dr, dy = (value.abs() for value in d.values())
 
     H, XN, scale = norm(slots, g, b, x.reshape(slots.shape))
     U = F.linear(H, we, be)
