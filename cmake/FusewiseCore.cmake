@@ -6,12 +6,16 @@ find_package(Threads REQUIRED)
 set(common_sources
   src/common/activation.cpp
   src/common/autoencoder.cpp
+  src/common/choices.cpp
+  src/common/linear_act.cpp
+  src/common/mlp.cpp
   src/common/safetensors.cpp
   src/common/scratch.cpp
   src/common/squeeze_excite.cpp
   src/common/tensor.cpp)
 set(cpu_sources
   src/cpu/autoencoder.cpp
+  src/cpu/linear_act.cpp
   src/cpu/squeeze_excite.cpp
   src/cpu/threads.cpp)
 
@@ -25,6 +29,7 @@ set(isa_objects "")
 foreach(isa portable avx2 avx512)
   add_library(fusewise_${isa} OBJECT
     src/cpu/autoencoder_kernels.cpp
+    src/cpu/linear_act_kernels.cpp
     src/cpu/squeeze_excite_kernels.cpp)
   target_compile_definitions(fusewise_${isa} PRIVATE FUSEWISE_ISA=${isa})
   target_compile_options(fusewise_${isa} PRIVATE -O3 -ffp-contract=off ${isa_flags_${isa}})
@@ -52,6 +57,10 @@ if(FUSEWISE_WITH_CUDA)
   set(cuda_sources
     src/cuda/autoencoder/implementations.cpp
     src/cuda/device.cu
+    src/cuda/gemm/product.cpp
+    src/cuda/gemm/tuning.cpp
+    src/cuda/linear_act/implementations.cpp
+    src/cuda/linear_act/passes.cu
     src/cuda/squeeze_excite/cluster.cu
     src/cuda/squeeze_excite/cluster_plan.cpp
     src/cuda/squeeze_excite/general.cu
@@ -62,7 +71,7 @@ if(FUSEWISE_WITH_CUDA)
   target_sources(fusewise PRIVATE ${cuda_sources})
   target_compile_options(fusewise PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall --expt-relaxed-constexpr>)
-  target_link_libraries(fusewise PUBLIC CUDA::cudart_static)
+  target_link_libraries(fusewise PUBLIC CUDA::cudart_static CUDA::cublasLt)
   set_target_properties(fusewise PROPERTIES JOB_POOL_COMPILE nvcc)
 else()
   target_sources(fusewise PRIVATE src/common/no_cuda.cpp)

@@ -21,6 +21,8 @@ DType dtype_of(const char* name, const Tensor& tensor) {
       return DType::f16;
     case ScalarType::BFloat16:
       return DType::bf16;
+    case ScalarType::Byte:
+      return DType::u8;
     default:
       fail(name, ": expected dtype float32, float64, float16 or bfloat16, got ",
            torch::headeronly::toString(tensor.scalar_type()));
@@ -35,6 +37,8 @@ std::int32_t torch_dtype(DType dtype) {
       return aoti_torch_dtype_float16();
     case DType::bf16:
       return aoti_torch_dtype_bfloat16();
+    case DType::u8:
+      return aoti_torch_dtype_uint8();
     case DType::f32:
       break;
   }
@@ -73,10 +77,16 @@ bool is_dense_in(const Tensor& tensor, const std::vector<int>& order) {
 
 }  // namespace
 
-TensorView view_of(const char* name, const Tensor& tensor) {
+TensorView kind_of(const char* name, const Tensor& tensor) {
   TensorView view;
   view.dtype = dtype_of(name, tensor);
   view.device = device_of(name, tensor);
+  view.data = const_cast<void*>(tensor.const_data_ptr());
+  return view;
+}
+
+TensorView view_of(const char* name, const Tensor& tensor) {
+  TensorView view = kind_of(name, tensor);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   check(sizes.size() <= TensorView::kMaxRank, name, ": expected at most ", TensorView::kMaxRank,
@@ -86,7 +96,6 @@ TensorView view_of(const char* name, const Tensor& tensor) {
     view.sizes[d] = sizes[d];
     view.strides[d] = strides[d];
   }
-  view.data = const_cast<void*>(tensor.const_data_ptr());
   return view;
 }
 
@@ -113,8 +122,8 @@ Tensor new_dense(const Tensor& like, DType dtype, std::vector<std::int64_t> size
 
 Tensor new_like(const Tensor& like) {
   // The two common layouts directly: a call through the dispatcher costs a microsecond or two.
-  if (like.numel() > 0 &&
-      (like.is_contiguous() || (like.dim() == 4 && is_dense_in(like, {1, 3, 2, 0})))) {
+  const bool channels_last = like.dim() == 4 && is_dense_in(like, {1, 3, 2, 0});
+  if (like.numel() > 0 && (like.is_contiguous() || channels_last)) {
     const auto sizes = like.sizes();
     const auto strides = like.strides();
     const DType dtype = dtype_of("x", like);

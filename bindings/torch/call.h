@@ -18,6 +18,9 @@ namespace fusewise::binding {
 
 using torch::stable::Tensor;
 
+/// Data, dtype and device; sizes are left open. Throws as view_of.
+TensorView kind_of(const char* name, const Tensor& tensor);
+
 /// Throws Error naming the argument where the tensor is of a kind that the core does not know.
 TensorView view_of(const char* name, const Tensor& tensor);
 TensorView view_of(const char* name, const std::optional<Tensor>& tensor);

@@ -24,6 +24,24 @@ STABLE_TORCH_LIBRARY(fusewise, m) {
       "bool need_db2, str implementation) -> "
       "(Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
   m.def(
+      "_linear_act(Tensor x, Tensor w, Tensor? b, str activation, bool save, bool tf32, "
+      "bool reduced_sums, bool tune, str implementation) -> (Tensor y, Tensor kept)");
+  m.def(
+      "_linear_act_backward(Tensor dy, Tensor x, Tensor w, Tensor kept, str activation, "
+      "bool need_dx, bool need_dw, bool need_db, bool tf32, bool reduced_sums, bool tune, "
+      "str implementation) -> (Tensor dx, Tensor dw, Tensor db)");
+  m.def(
+      "_linear_act_explain(Tensor x, Tensor w, Tensor? b, str activation, bool save, "
+      "bool backward, bool tf32, bool reduced_sums, bool tune, str implementation) -> str");
+  m.def(
+      "_mlp(Tensor x, Tensor[] weights, Tensor[] biases, str activation, str final_activation, "
+      "bool save, bool tf32, bool reduced_sums, bool tune, str implementation) -> "
+      "(Tensor y, Tensor[] saved)");
+  m.def(
+      "_mlp_backward(Tensor dy, Tensor x, Tensor[] weights, Tensor[] saved, str activation, "
+      "str final_activation, bool need_dx, int[] needs, bool tf32, bool reduced_sums, bool tune, "
+      "str implementation) -> Tensor[]");
+  m.def(
       "_squeeze_excite_explain(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
       "str activation, str gate, bool backward, str implementation) -> str");
 }

@@ -38,6 +38,8 @@ struct Context {
   Allocator* allocator = nullptr;
   /// Null: the library's own threads, one per core that the process may use.
   Executor* executor = nullptr;
+  /// Told what the user should know although nothing failed; null: nobody is.
+  void (*warn)(const char* message) = nullptr;
 };
 
 }  // namespace fusewise

@@ -7,11 +7,12 @@
 
 namespace fusewise {
 
-enum class DType : std::uint8_t { f32, f64, f16, bf16 };
+/// u8 is for bits that are kept for backward; everything else is floating.
+enum class DType : std::uint8_t { f32, f64, f16, bf16, u8 };
 
 /// Bytes of one element.
 std::int64_t size_of(DType dtype);
-/// "float32", "float64", "float16", "bfloat16".
+/// "float32", "float64", "float16", "bfloat16", "uint8".
 const char* name_of(DType dtype);
 
 enum class DeviceType : std::uint8_t { cpu, cuda };

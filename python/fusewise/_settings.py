@@ -7,10 +7,12 @@ The values are instance attributes of a `threading.local`, not class attributes,
 import threading
 
 OPERATORS = (
-    "squeeze_excite",
-    "squeeze_excite_backward",
     "autoencoder",
     "autoencoder_backward",
+    "linear_act",
+    "linear_act_backward",
+    "squeeze_excite",
+    "squeeze_excite_backward",
 )
 
 

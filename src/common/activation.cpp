@@ -24,7 +24,7 @@ Activation activation_from(std::string_view name, std::span<const Activation> kn
   for (const Activation each : known) {
     if (name == name_of(each)) return each;
     if (!names.empty()) names += each == known.back() ? " or " : ", ";
-    names += std::string("'") + name_of(each) + "'";
+    names.append("'").append(name_of(each)).append("'");
   }
   fail("activation: expected ", names, ", got '", name, "'");
 }

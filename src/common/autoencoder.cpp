@@ -11,20 +11,11 @@ namespace {
 
 void check_present(const char* name, const TensorView& t, Device device) {
   check(t.defined(), name, ": is missing");
-  check(t.data != nullptr || t.numel() == 0, name, ": has no data");
-  check(t.device == device, name, ": expected a tensor on ", device, ", got one on ", t.device);
+  check_device(name, t, device);
 }
 
 void check_dtype(const char* name, const TensorView& t, DType dtype, const char* as) {
   check(t.dtype == dtype, name, ": expected dtype ", dtype, as, ", got ", t.dtype);
-}
-
-void check_dense(const char* name, const TensorView& t) {
-  std::int64_t stride = 1;
-  for (int d = t.rank - 1; d >= 0; --d) {
-    check(t.sizes[d] <= 1 || t.strides[d] == stride, name, ": expected a dense tensor");
-    stride *= t.sizes[d];
-  }
 }
 
 /// The shape that each weight must have.
@@ -98,6 +89,7 @@ void check_score(const char* name, const TensorView& t, const TensorView& x, Dev
 AutoencoderSizes check_inputs(const TensorView& x, const AutoencoderWeights& weights,
                               Device device) {
   check_present("x", x, device);
+  check(x.dtype != DType::u8, "x: expected a floating dtype, got uint8");
   const AutoencoderSizes size = check_weights(weights, device);
   const std::int64_t frames = size.frames, mels = size.n_mels;
   check(x.rank == 2 || x.rank == 3, "x: expected [N, ", frames * mels, "] or [N, ", frames, ", ",

@@ -5,6 +5,7 @@
 
 #include "common/implementation.h"
 #include "fusewise/autoencoder.h"
+#include "fusewise/linear_act.h"
 #include "fusewise/squeeze_excite.h"
 
 namespace fusewise::cpu {
@@ -13,6 +14,8 @@ Implementations<AutoencoderForward> autoencoder_forward();
 Implementations<AutoencoderBackward> autoencoder_backward();
 Implementations<SqueezeExciteForward> squeeze_excite_forward();
 Implementations<SqueezeExciteBackward> squeeze_excite_backward();
+Implementations<LinearActForward> linear_act_forward();
+Implementations<LinearActBackward> linear_act_backward();
 
 }  // namespace fusewise::cpu
 
@@ -38,5 +41,7 @@ Implementations<AutoencoderForward> autoencoder_forward();
 Implementations<AutoencoderBackward> autoencoder_backward();
 Implementations<SqueezeExciteForward> squeeze_excite_forward();
 Implementations<SqueezeExciteBackward> squeeze_excite_backward();
+Implementations<LinearActForward> linear_act_forward();
+Implementations<LinearActBackward> linear_act_backward();
 
 }  // namespace fusewise::cuda

@@ -27,4 +27,19 @@ void check(bool condition, const Parts&... parts) {
   if (!condition) fail(parts...);
 }
 
+/// Where it is, and that there is something where sizes say so.
+inline void check_device(const char* name, const TensorView& t, Device device) {
+  check(t.data != nullptr || t.numel() == 0, name, ": has no data");
+  check(t.device == device, name, ": expected a tensor on ", device, ", got one on ", t.device);
+}
+
+inline void check_dense(const char* name, const TensorView& t) {
+  if (!t.defined()) return;
+  std::int64_t stride = 1;
+  for (int d = t.rank - 1; d >= 0; --d) {
+    check(t.sizes[d] <= 1 || t.strides[d] == stride, name, ": expected a dense tensor");
+    stride *= t.sizes[d];
+  }
+}
+
 }  // namespace fusewise

@@ -21,5 +21,7 @@ Implementations<AutoencoderForward> autoencoder_forward() { refuse(); }
 Implementations<AutoencoderBackward> autoencoder_backward() { refuse(); }
 Implementations<SqueezeExciteForward> squeeze_excite_forward() { refuse(); }
 Implementations<SqueezeExciteBackward> squeeze_excite_backward() { refuse(); }
+Implementations<LinearActForward> linear_act_forward() { refuse(); }
+Implementations<LinearActBackward> linear_act_backward() { refuse(); }
 
 }  // namespace fusewise::cuda

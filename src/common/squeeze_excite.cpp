@@ -8,12 +8,6 @@
 namespace fusewise {
 namespace {
 
-/// Where it is, and that there is something where sizes say so.
-void check_device(const char* name, const TensorView& t, Device device) {
-  check(t.data != nullptr || t.numel() == 0, name, ": has no data");
-  check(t.device == device, name, ": expected a tensor on ", device, ", got one on ", t.device);
-}
-
 void check_image(const char* name, const TensorView& t, const TensorView& like, Device device) {
   check(t.defined(), name, ": is missing");
   check(t.rank == 4, name, ": expected 4 dimensions [N, C, H, W], got ", t);
@@ -41,15 +35,6 @@ void check_vector(const char* name, const TensorView& t, std::int64_t size, DTyp
   check(t.dtype == dtype, name, ": expected dtype ", dtype, " as the other weights, got ", t.dtype);
 }
 
-void check_dense(const char* name, const TensorView& t) {
-  if (!t.defined()) return;
-  std::int64_t stride = 1;
-  for (int d = t.rank - 1; d >= 0; --d) {
-    check(t.sizes[d] <= 1 || t.strides[d] == stride, name, ": expected a dense tensor");
-    stride *= t.sizes[d];
-  }
-}
-
 void check_saved(const char* name, const TensorView& t, std::int64_t rows, std::int64_t columns,
                  DType x, Device device) {
   const DType dtype = x == DType::f64 ? DType::f64 : DType::f32;
@@ -68,6 +53,7 @@ void check_inputs(const TensorView& x, const TensorView& w1, const TensorView& w
   check(x.defined(), "x: is missing");
   check(x.rank == 4, "x: expected 4 dimensions [N, C, H, W], got ", x);
   check_device("x", x, device);
+  check(x.dtype != DType::u8, "x: expected a floating dtype, got uint8");
   check(x.sizes[0] >= 0, "x: expected N >= 0, got ", x);
   check(x.sizes[1] >= 1, "x: expected at least one channel, got ", x);
   check(x.sizes[2] >= 1 && x.sizes[3] >= 1, "x: expected at least one pixel, got ", x);

@@ -15,6 +15,8 @@ std::int64_t size_of(DType dtype) {
     case DType::f16:
     case DType::bf16:
       return 2;
+    case DType::u8:
+      return 1;
   }
   throw Error("unknown dtype");
 }
@@ -29,6 +31,8 @@ const char* name_of(DType dtype) {
       return "float16";
     case DType::bf16:
       return "bfloat16";
+    case DType::u8:
+      return "uint8";
   }
   return "unknown";
 }

@@ -108,8 +108,7 @@ struct Folding {
         std::memcmp(seen_decoder, model.weights.decoder_weight, decoder * sizeof(A)) != 0) {
       std::copy_n(model.weights.basis, basis, seen_basis);
       std::copy_n(model.weights.decoder_weight, decoder, seen_decoder);
-      foldable =
-          kernels.fold(model.sizes, model.weights, inverse_lengths, folded_decoder, scratch);
+      foldable = kernels.fold(model.sizes, model.weights, inverse_lengths, folded_decoder, scratch);
       sizes = model.sizes;
     }
     model.folded_decoder = folded_decoder;
@@ -314,6 +313,8 @@ void run(const Context& context, const Call& call) {
     case DType::bf16:
       if (same) return Direction<BF16, BF16, kSet>::run(context, call, kSet.bf16, kSet.bf16);
       return Direction<BF16, float, kSet>::run(context, call, kSet.bf16, kSet.f32);
+    case DType::u8:
+      return;  // refused before
   }
 }
 

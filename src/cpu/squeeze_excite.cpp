@@ -603,6 +603,8 @@ void run(const KernelSet& kernels, const Context& context, const Call& call) {
       else
         Operation<BF16, float>(context, call, kernels.bf16, kernels.f32);
       return;
+    case DType::u8:
+      return;
   }
 }
 

@@ -122,6 +122,8 @@ void dispatch_dtype(DType dtype, Body&& body) {
       return body(__half{});
     case DType::bf16:
       return body(__nv_bfloat16{});
+    case DType::u8:
+      return;
   }
 }
 

@@ -34,6 +34,8 @@ inline double epsilon(DType dtype) {
       return 0x1p-10;
     case DType::bf16:
       return 0x1p-7;
+    case DType::u8:
+      break;
   }
   return 0;
 }
@@ -49,6 +51,8 @@ inline double smallest(DType dtype) {
       return 0x1p-24;
     case DType::bf16:
       return 0x1p-133;
+    case DType::u8:
+      break;
   }
   return 0;
 }

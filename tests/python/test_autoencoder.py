@@ -30,8 +30,8 @@ from autoencoder_reference import (
     gradients,
     make_case,
 )
+from fusewise.functional._products import product_math
 from fusewise.models import SpectralShapeAutoencoder
-from fusewise.models._autoencoder import tf32_allowed
 from reference import same_bits
 from test_squeeze_excite import Calls, resident_bytes
 
@@ -314,32 +314,17 @@ def test_autocast_casts_half_weights_of_another_kind(device):
         assert autoencoder(*case.inputs).dtype == torch.bfloat16
 
 
-@pytest.fixture
-def matmul_precision():
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    yield matmul
-    matmul.fp32_precision = before
-
-
-def test_tf32_is_read_from_either_switch(matmul_precision):
-    for value in ("tf32", "ieee"):
-        matmul_precision.fp32_precision = value
-        assert tf32_allowed() == (value == "tf32")
-
-
-def test_tf32_from_the_old_switch(run_python):
-    run_python(
-        """
-        import torch
-        from fusewise.models._autoencoder import tf32_allowed
-        for allowed in (True, False):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
-            assert tf32_allowed() == allowed
-        torch.set_float32_matmul_precision("high")
-        assert tf32_allowed()
-        """
-    )
+def test_tf32_is_as_torch_is_set():
+    """The setting reaches the operator where there is a GPU; on a CPU it is not asked for."""
+    case = make_case(7, SMALL)
+    with Calls() as calls:
+        autoencoder(*case.inputs)
+    assert calls.seen[0][1][3] is False
+    if torch.cuda.is_available():
+        case = make_case(7, SMALL, "cuda")
+        with Calls() as calls:
+            autoencoder(*case.inputs)
+        assert calls.seen[0][1][3] == product_math(case.x)[0]
 
 
 # --- torch.compile and torch.export ------------------------------------------------------------

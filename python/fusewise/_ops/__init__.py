@@ -11,6 +11,16 @@ from .autoencoder import (
     autoencoder_wrong_type,
     check_autoencoder,
 )
+from .linear_act import (
+    ACTIVATIONS,
+    check_linear_act,
+    linear_act,
+    linear_act_backward,
+    linear_act_explain,
+    mlp,
+    mlp_backward,
+    wrong_linear_type,
+)
 from .squeeze_excite import (
     check_squeeze_excite,
     saved_dtype,
@@ -22,6 +32,7 @@ from .squeeze_excite import (
 
 __all__ = [
     "AUTOENCODER_WEIGHTS",
+    "ACTIVATIONS",
     "CUDA_MISSING",
     "autoencoder",
     "autoencoder_backward",
@@ -30,11 +41,18 @@ __all__ = [
     "autoencoder_wrong_type",
     "build_info",
     "check_autoencoder",
+    "check_linear_act",
     "check_squeeze_excite",
+    "linear_act",
+    "linear_act_backward",
+    "linear_act_explain",
+    "mlp",
+    "mlp_backward",
     "rephrased",
     "saved_dtype",
     "squeeze_excite",
     "squeeze_excite_backward",
     "squeeze_excite_explain",
+    "wrong_linear_type",
     "wrong_type",
 ]

@@ -2,21 +2,19 @@
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from .. import _ops
 from .._explain import record
 from .._settings import settings
+from ..functional._products import autocast_dtype, product_math, without_autocast
+from ..functional._transforms import (
+    formula_gradients,
+    needs_formula,
+    needs_graph,
+    refuse_forced,
+)
 
-_transforms_active = torch._C._are_functorch_transforms_active
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd.grad(is_grads_batched=True)
-
-
-@torch.compiler.assume_constant_result
-def tf32_allowed() -> bool:
-    """Whether torch may multiply float32 as TF32, by its old switch or its new one; under
-    `torch.compile` what held when it was traced."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def autoencoder(x, *weights, output="reconstruction"):
@@ -29,15 +27,11 @@ def autoencoder(x, *weights, output="reconstruction"):
         wants_gradient = torch.is_grad_enabled() and (
             x.requires_grad or any(weight.requires_grad for weight in weights)
         )
-        tf32 = x.is_cuda and x.dtype == torch.float32 and tf32_allowed()
+        tf32 = product_math(x)[0]
     except AttributeError as error:
         raise _ops.autoencoder_wrong_type(x, weights) or error from None
-    if _transforms_active() or forward_ad._current_level >= 0:
-        if settings.autoencoder:
-            raise RuntimeError(
-                f"implementation: '{settings.autoencoder}' was forced, but under torch.func "
-                "transforms and forward-mode AD only torch's own operators run"
-            )
+    if needs_formula():
+        refuse_forced(settings.autoencoder)
         return formula(x, weights, output)
     forced, forced_backward = settings.autoencoder, settings.autoencoder_backward
     if wants_gradient:
@@ -52,10 +46,9 @@ def autoencoder(x, *weights, output="reconstruction"):
 def _autocast(x, weights):
     """x in autocast's dtype, and half weights of another one; float32 weights stay as they are.
     float64 is never cast."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+    dtype = autocast_dtype(x)
+    if dtype is None:
         return x, weights
-    dtype = torch.get_autocast_dtype(device)
     kept = (dtype, torch.float32, torch.float64)
     return x.to(dtype), tuple(w if w.dtype in kept else w.to(dtype) for w in weights)
 
@@ -72,14 +65,10 @@ class _Autoencoder(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         output, tf32, forced = ctx.settings
         needed = ctx.needs_input_grad[4:]
-        # Compiled backward is traced once, with gradients on; torch itself refuses a second one.
-        if not torch.compiler.is_compiling() and (
-            torch.is_grad_enabled()
-            or _transforms_active()
-            or forward_ad._current_level >= 0
-            or _is_batched(gradient)
-        ):
-            found = _formula_gradients(x, weights, needed, gradient, output)
+        if needs_graph() or (not torch.compiler.is_compiling() and _is_batched(gradient)):
+            found = formula_gradients(
+                lambda x, *weights: formula(x, weights, output), (x, *weights), needed, gradient
+            )
             return None, None, None, None, *found
         mask = sum(need << i for i, need in enumerate(needed))
         try:
@@ -126,8 +115,7 @@ def formula(x, weights, output):
         decoder_weight,
         decoder_bias,
     ) = (weight.to(dtype) for weight in weights)
-    device = "cpu" if x.is_meta else x.device.type
-    with torch.autocast(device, enabled=False):
+    with without_autocast(x):
         wide = x.to(dtype).reshape(x.shape[0], frames, mels)
         slices = F.layer_norm(wide, (mels,), norm_weight, norm_bias)
         slices = F.gelu(F.linear(slices, encoder_weight, encoder_bias))
@@ -141,19 +129,3 @@ def formula(x, weights, output):
         if output == "score":
             return (y - wide).square().mean((1, 2))
         return y.reshape(x.shape).to(x.dtype)
-
-
-def _formula_gradients(x, weights, needed, gradient, output):
-    """The gradients as a graph of torch's operators, to be differentiated again."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases: where one tensor is used twice or made from another, each use counts alone.
-        x, *weights = inputs = [t.view_as(t) for t in (x, *weights)]
-        result = formula(x, weights, output)
-        wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
-        found = iter(
-            torch.autograd.grad(
-                result, wanted, gradient, create_graph=create_graph, materialize_grads=True
-            )
-        )
-    return [next(found) if need else None for need in needed]

@@ -1,14 +1,12 @@
 """SpectralShapeAutoencoder: reconstructs frames of log-mel values, and scores how well."""
 
-from numbers import Integral
 from os import PathLike
 
 import torch
 from torch import Tensor, nn
 
+from ..nn._checks import floating, whole
 from ._autoencoder import autoencoder
-
-_DTYPES = (None, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class SpectralShapeAutoencoder(nn.Module):
@@ -46,12 +44,8 @@ class SpectralShapeAutoencoder(nn.Module):
             "slice_latent_dim": slice_latent_dim,
         }
         for name, value in sizes.items():
-            if not isinstance(value, Integral):
-                raise TypeError(f"{name}: expected a whole number, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype: expected a floating dtype, got {dtype}")
+            whole(name, value)
+        floating(dtype)
         self.n_mels, self.frames = n_mels, frames
         self.latent_dim, self.slice_latent_dim = latent_dim, slice_latent_dim
         where = {"device": device, "dtype": dtype}

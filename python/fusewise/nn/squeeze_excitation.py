@@ -1,13 +1,10 @@
 """Squeeze-and-Excitation as a module."""
 
-from numbers import Integral
-
 import torch
 from torch import Tensor
 
 from .. import functional
-
-_DTYPES = (None, torch.float32, torch.float64, torch.float16, torch.bfloat16)
+from ._checks import floating, one_of, whole
 
 
 class SqueezeExcitation(torch.nn.Module):
@@ -35,19 +32,11 @@ class SqueezeExcitation(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        for name, value in (("channels", channels), ("reduced", reduced)):
-            if not isinstance(value, Integral):
-                raise TypeError(f"{name}: expected a whole number, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        for name, value, known in (
-            ("activation", activation, ("silu", "relu")),
-            ("gate", gate, ("sigmoid", "hardsigmoid")),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}: expected {known[0]!r} or {known[1]!r}, got {value!r}")
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype: expected a floating dtype, got {dtype}")
+        whole("channels", channels)
+        whole("reduced", reduced)
+        one_of("activation", activation, ("silu", "relu"))
+        one_of("gate", gate, ("sigmoid", "hardsigmoid"))
+        floating(dtype)
         self.activation = activation
         self.gate = gate
         self.fc1 = torch.nn.Conv2d(channels, reduced, 1, bias=bias, device=device, dtype=dtype)

@@ -1,19 +1,13 @@
-"""Fused operators as functions. Each picks the shortest way to its operator: directly where no
-gradient is wanted, through a `torch.autograd.Function` where one is, and through the same formula
-in plain torch where only that is right (`torch.func`, forward-mode AD, double backward)."""
+"""Squeeze-and-Excitation as a function."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from . import _ops
-from ._explain import record
-from ._settings import settings
-
-__all__ = ["squeeze_excite"]
-
-_transforms_active = torch._C._are_functorch_transforms_active
+from .. import _ops
+from .._explain import record
+from .._settings import settings
+from ._transforms import formula_gradients, needs_formula, needs_graph, refuse_forced
 
 
 def squeeze_excite(
@@ -39,12 +33,8 @@ def squeeze_excite(
     Returns:
         A tensor like x, in x's layout. Autocast changes nothing.
     """
-    if _transforms_active() or forward_ad._current_level >= 0:
-        if settings.squeeze_excite:
-            raise RuntimeError(
-                f"implementation: '{settings.squeeze_excite}' was forced, but under torch.func "
-                "transforms and forward-mode AD only torch's own operators run"
-            )
+    if needs_formula():
+        refuse_forced(settings.squeeze_excite)
         return _formula(x, w1, b1, w2, b2, activation, gate)
     try:
         wants_gradient = torch.is_grad_enabled() and (
@@ -83,12 +73,12 @@ class _SqueezeExcite(torch.autograd.Function):
         x, w1, b1, w2, b2, saved = ctx.saved_tensors
         activation, gate, forced = ctx.settings
         needed = ctx.needs_input_grad[:5]
-        # Compiled backward is traced once, with gradients on; torch itself refuses a second one.
-        if not torch.compiler.is_compiling() and (
-            torch.is_grad_enabled() or _transforms_active() or forward_ad._current_level >= 0
-        ):
-            inputs = (x, w1, b1, w2, b2)
-            return *_formula_gradients(inputs, needed, dy, activation, gate), *_NO_GRADIENT
+        if needs_graph():
+
+            def formula(*inputs):
+                return _formula(*inputs, activation, gate)
+
+            return *formula_gradients(formula, (x, w1, b1, w2, b2), needed, dy), *_NO_GRADIENT
         need_dx, need_dw1, need_db1, need_dw2, need_db2 = needed
         try:
             dx, dw1, db1, dw2, db2 = _ops.squeeze_excite_backward(
@@ -138,15 +128,3 @@ def _formula(x, w1, b1, w2, b2, activation, gate):
         # torch's hardsigmoid has no second derivative; relu6 has, and is the same function.
         gates = gates.sigmoid() if gate == "sigmoid" else F.relu6(gates + 3) / 6
         return (x * gates[:, :, None, None]).to(x.dtype)
-
-
-def _formula_gradients(inputs, needed, dy, activation, gate):
-    """The gradients as a graph of torch's operators, to be differentiated again."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases: where one tensor is used twice or made from another, each use counts alone.
-        inputs = [None if t is None else t.view_as(t) for t in inputs]
-        y = _formula(*inputs, activation, gate)
-        wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
-        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=create_graph))
-    return [next(found) if need else None for need in needed]

@@ -1,0 +1,66 @@
+#include "products.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <atomic>
+#include <string>
+
+#include "fusewise/error.h"
+
+namespace fusewise::binding {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::detail::from;
+using torch::stable::detail::to;
+
+// Measured on two Zen 4 cores: from so many rows on, oneDNN is faster in float32 than what torch's
+// own linear takes there, by 7 % at 1024 x 784 x 2048; below it is slower.
+constexpr std::int64_t kRowsForOneDnn = 64;
+
+/// oneDNN's product, through the operator that torch's compiler uses for it. Nothing where this
+/// torch has it not.
+std::optional<Tensor> one_dnn(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  static std::atomic<bool> missing = false;
+  if (missing) return std::nullopt;
+  std::array<StableIValue, 6> stack{from(x),
+                                    from(w),
+                                    from(b),
+                                    from(std::string("none")),
+                                    from(std::vector<std::int64_t>{}),
+                                    from(std::optional<std::string>("none"))};
+  if (torch_call_dispatcher("mkldnn::_linear_pointwise", "", stack.data(), TORCH_ABI_VERSION) !=
+      AOTI_TORCH_SUCCESS) {
+    missing = true;
+    return std::nullopt;
+  }
+  return to<Tensor>(stack[0]);
+}
+
+/// Everything else has been checked before, and the stable ABI keeps only the fact that it failed.
+void check_product(AOTITorchError status) {
+  if (status != AOTI_TORCH_SUCCESS) throw OutOfMemory("out of memory: a product does not fit");
+}
+
+}  // namespace
+
+Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
+  if (x.scalar_type() == ScalarType::Float && x.numel() >= kRowsForOneDnn * x.size(-1) &&
+      x.numel() > 0 && w.numel() > 0) {
+    if (auto result = one_dnn(x, w, b)) return *result;
+  }
+  std::array<StableIValue, 3> stack{from(x), from(w), from(b)};
+  check_product(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return to<Tensor>(stack[0]);
+}
+
+Tensor outer(const Tensor& dz, const Tensor& x) {
+  const std::vector<std::int64_t> shape{dz.size(0), x.size(-1)};
+  const Tensor rows = x.dim() == 2 ? x : torch::stable::reshape(x, shape);
+  std::array<StableIValue, 2> stack{from(torch::stable::transpose(dz, 0, 1)), from(rows)};
+  check_product(torch_call_dispatcher("aten::mm", "", stack.data(), TORCH_ABI_VERSION));
+  return to<Tensor>(stack[0]);
+}
+
+}  // namespace fusewise::binding

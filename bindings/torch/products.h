@@ -1,0 +1,17 @@
+#pragma once
+
+// Matrix products on the CPU by the libraries that torch brings, called through torch.
+
+#include <optional>
+
+#include "call.h"
+
+namespace fusewise::binding {
+
+/// x w^T + b for x [..., K] and w [N, K].
+Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b);
+
+/// dz^T x for dz [M, N] and x [..., K] of M rows.
+Tensor outer(const Tensor& dz, const Tensor& x);
+
+}  // namespace fusewise::binding

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "fusewise/activation.h"
+#include "fusewise/context.h"
+#include "fusewise/implementation.h"
+#include "fusewise/tensor.h"
+
+/// A linear map and its activation, forward and backward.
+///
+///     z = x W^T + b          [M, N]
+///     y = act(z)             [M, N]
+///
+/// Types: float32, float64, float16 or bfloat16, one for all tensors of a call. Sums are float32
+/// (float64 for float64). Layouts: a matrix has its rows or its columns adjacent (one stride is 1)
+/// at any distance; others are refused, except dy, which may have any strides. Any size may be 0.
+/// The products are cuBLASLt's on CUDA. On the CPU they are the library's own loops, unless the
+/// caller has better ones: then he passes z and takes dz, and the rest is done here.
+/// Errors: `Error`, before anything is written.
+namespace fusewise {
+
+/// How matrix products are computed. For CUDA alone.
+struct ProductMath {
+  /// float32 factors are rounded to TF32.
+  bool tf32 = false;
+  /// Partial sums of half products may be added in half.
+  bool reduced_sums = true;
+  /// The first call of a kind measures the vendor's algorithms and keeps the fastest, in memory and
+  /// in `fusewise/products` of the user's cache folder. Otherwise, and while a graph is captured,
+  /// the vendor's own first choice is taken, as with FUSEWISE_TUNE=0 in the environment.
+  bool tune = true;
+};
+
+struct LinearActForward {
+  TensorView x;  ///< in, [M, K]
+  TensorView w;  ///< in, [N, K]
+  TensorView b;  ///< in, [N], may be absent
+  /// in, [M, N], may be absent: x W^T + b of a caller with products of his own. x, w and b are then
+  /// not read, and x and w may be absent.
+  TensorView z;
+  Activation activation = Activation::relu;
+  ProductMath math{};
+  TensorView y;  ///< out, [M, N], rows adjacent; may be z itself where nothing is kept or relu is
+
+  /// out, what backward needs, may be absent. relu: `bits`, the others: z, that may be the z above;
+  /// identity needs nothing.
+  TensorView kept;
+
+  std::string_view implementation = {};
+};
+
+/// Bytes of one row of the bits that relu keeps: [M, bit_bytes(N)] of uint8, bit j % 8 of byte j /
+/// 8 set where z was above zero or NaN.
+constexpr std::int64_t bit_bytes(std::int64_t columns) { return (columns + 7) / 8; }
+
+void linear_act(const Context& context, const LinearActForward& call);
+Candidates explain(const Context& context, const LinearActForward& call);
+
+/// The gradients, with dz = dy * act':
+///
+///     dx = dz W          dW = dz^T x          db = sum_M dz
+struct LinearActBackward {
+  TensorView dy;    ///< in, [M, N], any strides
+  TensorView x;     ///< in, [M, K], may be absent where dw is
+  TensorView w;     ///< in, [N, K], may be absent where dx is
+  TensorView kept;  ///< in, from forward; for relu the bits, or y
+  Activation activation = Activation::relu;
+  ProductMath math{};
+
+  /// out, each may be absent, and what is absent is not computed.
+  TensorView dx;  ///< [M, K]
+  TensorView dw;  ///< [N, K]
+  TensorView db;  ///< [N]
+  /// [M, N], rows adjacent: for a caller with products of his own, or where memory is already there
+  /// for it; may be dy itself.
+  TensorView dz;
+
+  std::string_view implementation = {};
+};
+
+void linear_act(const Context& context, const LinearActBackward& call);
+Candidates explain(const Context& context, const LinearActBackward& call);
+
+}  // namespace fusewise

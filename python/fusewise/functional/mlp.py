@@ -1,0 +1,157 @@
+"""A stack of linear maps with activations as one function."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _ops
+from .._settings import settings
+from ._products import cast_inputs, product_math, without_autocast
+from ._transforms import formula_gradients, needs_formula, needs_graph, refuse_forced
+from .linear_act import formula as layer_formula
+from .linear_act import record_linear_act
+
+
+def mlp(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None = None,
+    activation: str = "relu",
+    final_activation: str = "identity",
+) -> Tensor:
+    """`act_n(... act_1(x @ w_1.T + b_1) ... @ w_n.T + b_n)`: one operator forward, one back.
+
+    Args:
+        x: `[..., K_0]`; types and strides as in `linear_act`, also of the others.
+        weights: of the n layers, `[K_i, K_{i-1}]` each.
+        biases: one `[K_i]` for each layer, or None for none at all.
+        activation: of all layers but the last; names as in `linear_act`.
+        final_activation: of the last.
+
+    Returns:
+        `[..., K_n]`, in x's dtype, or in autocast's.
+    """
+    weights, biases = _lists(x, weights, biases)
+    layers = len(weights)
+    if needs_formula():
+        refuse_forced(settings.linear_act)
+        x, parameters = cast_inputs(x, [*weights, *biases])
+        _check(x, parameters[:layers], parameters[layers:], activation, final_activation)
+        return _formula(x, parameters, layers, activation, final_activation)
+    x, parameters = cast_inputs(x, [*weights, *biases])
+    math = product_math(x)
+    wants_gradient = torch.is_grad_enabled() and (
+        x.requires_grad or any(t.requires_grad for t in parameters)
+    )
+    forced = settings.linear_act
+    kinds = (activation, final_activation)
+    if wants_gradient:
+        y = _Mlp.apply(x, layers, kinds, math, forced, settings.linear_act_backward, *parameters)
+    else:
+        y, _ = _forward(x, parameters, layers, kinds, False, math, forced)
+    if settings.records is not None:
+        _record(x, parameters, layers, kinds, math, wants_gradient)
+    return y
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layers, kinds, math, forced, forced_backward, *parameters):
+        y, saved = _forward(x, parameters, layers, kinds, True, math, forced)
+        ctx.save_for_backward(x, *parameters, *saved)
+        ctx.settings = layers, kinds, math, forced_backward
+        ctx.parameters = len(parameters)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        layers, kinds, math, forced = ctx.settings
+        x, *rest = ctx.saved_tensors
+        parameters, saved = rest[: ctx.parameters], rest[ctx.parameters :]
+        need_dx, *_ = ctx.needs_input_grad
+        needs = ctx.needs_input_grad[6:]
+        if needs_graph():
+
+            def compute(x, *parameters):
+                return _formula(x, parameters, layers, *kinds)
+
+            dx, *found = formula_gradients(compute, (x, *parameters), (need_dx, *needs), dy)
+            return dx, None, None, None, None, None, *found
+        biased = len(parameters) > layers
+        needed = [int(need) for need in needs] + [0] * (0 if biased else layers)
+        try:
+            # Autocast would round what the operator hands to torch's own products.
+            with without_autocast(x):
+                dx, *found = _ops.mlp_backward(
+                    dy, x, parameters[:layers], saved, *kinds, need_dx, needed, *math, forced
+                )
+        except RuntimeError as error:
+            raise _ops.rephrased(error, dy=dy) from None
+        gradients = (
+            gradient if need else None for gradient, need in zip(found, needs, strict=False)
+        )
+        return dx if need_dx else None, None, None, None, None, None, *gradients
+
+
+def _lists(x, weights, biases):
+    """As lists; a TypeError where that is not what they are."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+    found = []
+    for name, value in (("weights", weights), ("biases", [] if biases is None else biases)):
+        if isinstance(value, Tensor) or not isinstance(value, (list, tuple)):
+            raise TypeError(f"{name}: expected a list of tensors, got {type(value).__name__}")
+        for i, tensor in enumerate(value):
+            if not isinstance(tensor, Tensor):
+                kind = type(tensor).__name__
+                raise TypeError(f"{name}: expected tensors, got {kind} in place {i}")
+        found.append(list(value))
+    if not found[0]:
+        raise ValueError("weights: expected at least one")
+    if found[1] and len(found[1]) != len(found[0]):
+        raise ValueError(f"biases: expected {len(found[0])} as weights, got {len(found[1])}")
+    return found
+
+
+def _forward(x, parameters, layers, kinds, save, math, forced):
+    weights, biases = list(parameters[:layers]), list(parameters[layers:])
+    try:
+        return _ops.mlp(x, weights, biases, *kinds, save, *math, forced)
+    except RuntimeError as error:
+        for kind in kinds:
+            if not isinstance(kind, str):
+                raise TypeError(f"activation: expected a text, got {kind!r}") from None
+        named = {f"weights[{i}]": w for i, w in enumerate(weights)}
+        named |= {f"biases[{i}]": b for i, b in enumerate(biases)}
+        raise _ops.rephrased(error, x=x, **named) from None
+
+
+def _layers(parameters, layers, activation, final_activation):
+    """Weight, bias or None, and activation of each."""
+    for i in range(layers):
+        bias = parameters[layers + i] if len(parameters) > layers else None
+        yield parameters[i], bias, final_activation if i + 1 == layers else activation
+
+
+def _check(x, weights, biases, activation, final_activation):
+    for i, (w, b, kind) in enumerate(
+        _layers([*weights, *biases], len(weights), activation, final_activation)
+    ):
+        try:
+            _ops.check_linear_act(x, w, b, kind)
+        except RuntimeError as error:
+            raise RuntimeError(f"layer {i}: {error}") from None
+        x = x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+def _formula(x, parameters, layers, activation, final_activation):
+    for w, b, kind in _layers(parameters, layers, activation, final_activation):
+        x = layer_formula(x, w, b, kind)
+    return x
+
+
+def _record(x, parameters, layers, kinds, math, wants_gradient):
+    for w, b, kind in _layers(parameters, layers, *kinds):
+        record_linear_act(x, w, b, kind, math, wants_gradient)
+        x = x.new_empty((*x.shape[:-1], w.shape[0]))

@@ -1,0 +1,123 @@
+"""A stack of linear layers with activations as a module."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import functional
+from ._checks import activation_name, activation_of, floating, whole
+
+
+class MLP(torch.nn.Module):
+    """`x`, then for each layer `act(x @ weight.T + bias)`: one fused operator forward and one back.
+
+    Parameters and state dict are those of a list of `torch.nn.Linear` named `layers`:
+    `layers.0.weight`, `layers.0.bias`, ... They hold the parameters and are not called themselves.
+
+    Args:
+        sizes: features of the input and of each layer's output, `[K_0, K_1, ..., K_n]`.
+        activation: of all layers but the last: "identity", "relu", "gelu", "gelu_tanh" or "silu".
+        final_activation: of the last.
+        bias: whether the layers have one.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        activation: str = "relu",
+        final_activation: str = "identity",
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if not isinstance(sizes, (list, tuple)) or len(sizes) < 2:
+            raise ValueError(f"sizes: expected a list of at least two, got {sizes!r}")
+        for i, size in enumerate(sizes):
+            whole(f"sizes[{i}]", size, least=0)
+        activation_name("activation", activation)
+        activation_name("final_activation", final_activation)
+        floating(dtype)
+        self.activation = activation
+        self.final_activation = final_activation
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(sizes[i], sizes[i + 1], bias, device, dtype)
+            for i in range(len(sizes) - 1)
+        )
+
+    @classmethod
+    def from_sequential(cls, modules: torch.nn.Sequential) -> "MLP":
+        """The same stack, on the same parameters, not on copies.
+
+        `modules` is `torch.nn.Linear`s, each with `ReLU`, `GELU`, `SiLU`, `Identity` or nothing
+        behind it, the same for all but the last; all have a bias, or none.
+        """
+        linears, kinds = _layers_of(modules)
+        hidden = set(kinds[:-1])
+        if len(hidden) > 1:
+            names = ", ".join(sorted(hidden))
+            raise ValueError(
+                f"modules: expected one activation for all layers but the last, got {names}"
+            )
+        if len({linear.bias is None for linear in linears}) > 1:
+            raise ValueError("modules: expected a bias in all layers or in none")
+        sizes = [linears[0].in_features, *(linear.out_features for linear in linears)]
+        biased = linears[0].bias is not None
+        made = cls(sizes, *(hidden or {"relu"}), kinds[-1], biased, device="meta")
+        made.layers = torch.nn.ModuleList(linears)
+        return made.train(modules.training)
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as torch.nn.Linear does."""
+        for layer in self.layers:
+            layer.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = [layer.weight for layer in self.layers]
+        biases = [layer.bias for layer in self.layers]
+        return functional.mlp(
+            x,
+            weights,
+            None if biases[0] is None else biases,
+            self.activation,
+            self.final_activation,
+        )
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, final_activation={self.final_activation!r}"
+
+
+def _layers_of(modules: torch.nn.Sequential) -> tuple[list[torch.nn.Linear], list[str]]:
+    """The linear layers, and the activation behind each."""
+    if not isinstance(modules, torch.nn.Sequential):
+        raise TypeError(f"modules: expected a torch.nn.Sequential, got {type(modules).__name__}")
+    linears, kinds = [], []
+    behind_linear = False
+    for i, module in enumerate(modules):
+        if type(module) is torch.nn.Linear:
+            if linears and linears[-1].out_features != module.in_features:
+                raise ValueError(
+                    f"modules[{i}]: expected {linears[-1].out_features} in_features, "
+                    f"got {module.in_features}"
+                )
+            linears.append(module)
+            kinds.append("identity")
+            behind_linear = True
+            continue
+        try:
+            kind = activation_of(module)
+        except ValueError:
+            raise ValueError(
+                f"modules[{i}]: expected Linear, ReLU, GELU, SiLU or Identity, "
+                f"got {type(module).__name__}"
+            ) from None
+        if kind == "identity":
+            continue
+        if not behind_linear:
+            raise ValueError(f"modules[{i}]: expected a Linear before {type(module).__name__}")
+        kinds[-1] = kind
+        behind_linear = False
+    if not linears:
+        raise ValueError("modules: expected at least one Linear")
+    return linears, kinds

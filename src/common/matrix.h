@@ -1,0 +1,35 @@
+#pragma once
+
+// A matrix as libraries of products take it: rows adjacent, or transposed.
+
+#include <algorithm>
+
+#include "common/check.h"
+
+namespace fusewise {
+
+struct Matrix {
+  void* data = nullptr;
+  /// Elements from one row to the next; of the transposed one where `transposed`.
+  std::int64_t stride = 0;
+  bool transposed = false;
+};
+
+inline bool has_adjacent_rows(const TensorView& t) {
+  return (t.sizes[1] <= 1 || t.strides[1] == 1) && (t.sizes[0] <= 1 || t.strides[0] >= t.sizes[1]);
+}
+
+inline bool has_adjacent_columns(const TensorView& t) {
+  return (t.sizes[0] <= 1 || t.strides[0] == 1) && (t.sizes[1] <= 1 || t.strides[1] >= t.sizes[0]);
+}
+
+/// Of a view that has adjacent rows or columns.
+inline Matrix matrix_of(const TensorView& t) {
+  const bool transposed = !has_adjacent_rows(t);
+  const std::int64_t across = t.sizes[transposed ? 0 : 1], along = t.sizes[transposed ? 1 : 0];
+  // A stride that is never taken may be anything; libraries want one that makes sense.
+  const std::int64_t stride = along <= 1 ? across : t.strides[transposed ? 1 : 0];
+  return {t.data, std::max<std::int64_t>(stride, 1), transposed};
+}
+
+}  // namespace fusewise

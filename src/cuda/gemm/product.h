@@ -1,0 +1,44 @@
+#pragma once
+
+// Matrix products by cuBLASLt, bias and activation in its epilogue.
+
+#include <array>
+#include <string>
+
+#include "common/matrix.h"
+#include "fusewise/context.h"
+#include "fusewise/linear_act.h"
+
+namespace fusewise::cuda {
+
+enum class Epilogue { none, relu, gelu_tanh };
+
+/// d = epilogue(a b + bias), all row-major of one type; sums in float32, float64 for float64.
+struct Product {
+  std::int64_t rows, columns, inner;
+  Matrix a;  ///< [rows, inner]
+  Matrix b;  ///< [inner, columns]
+  Matrix d;  ///< [rows, columns]; transposed only without bias
+  DType dtype;
+  const void* bias = nullptr;  ///< [columns]
+  Epilogue epilogue = Epilogue::none;
+  ProductMath math{};
+};
+
+void multiply(const Context& context, Product product);
+
+/// Everything that the best algorithm for a product may depend on, apart from GPU and library.
+using ProductKey = std::array<std::int64_t, 8>;
+
+struct ProductKeyHash {
+  std::size_t operator()(const ProductKey& key) const {
+    std::uint64_t hash = 0xcbf29ce484222325;
+    for (const std::int64_t part : key) hash = (hash ^ part) * 0x9e3779b97f4a7c15;
+    return hash ^ (hash >> 32);
+  }
+};
+
+ProductKey key_of(const Product& product);
+std::string text_of(const ProductKey& key);
+
+}  // namespace fusewise::cuda

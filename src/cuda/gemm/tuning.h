@@ -1,0 +1,34 @@
+#pragma once
+
+// Which of several ways to the same result is the fastest: measured once, kept for good.
+
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "fusewise/context.h"
+#include "fusewise/linear_act.h"
+
+namespace fusewise::cuda {
+
+/// Whether this call may measure: its settings and the environment (FUSEWISE_TUNE) want it, and no
+/// graph is being captured on its stream.
+bool may_measure(const Context& context, const ProductMath& math);
+
+/// What was kept under a key, for this GPU and this cuBLASLt, by this process or one before it.
+std::optional<std::string> kept_choice(const Context& context, const std::string& key);
+void keep_choice(const Context& context, const std::string& key, const std::string& value);
+
+/// Only one thread measures at a time: two would measure each other. What it measures may need to
+/// measure in turn.
+std::unique_lock<std::recursive_mutex> measuring();
+
+/// The fastest, by GPU time, of ways that each enqueue the same work. The first stays unless
+/// another is faster by more than the noise. `captured`: each way is a few launches without
+/// allocations, and is timed as a graph, so that the host's time does not count.
+std::size_t fastest(const Context& context,
+                    std::span<const std::function<void(const Context&)>> ways, bool captured);
+
+}  // namespace fusewise::cuda

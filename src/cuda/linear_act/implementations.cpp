@@ -1,0 +1,171 @@
+// What linear + activation has on CUDA. Forward: the activation in the product's epilogue, or in a
+// pass of its own behind it. Backward: one pass for dz and db, then the two products.
+
+#include <map>
+#include <unordered_map>
+
+#include "common/backends.h"
+#include "common/matrix.h"
+#include "common/scratch.h"
+#include "cuda/gemm/product.h"
+#include "cuda/gemm/tuning.h"
+#include "cuda/linear_act/passes.cuh"
+
+namespace fusewise::cuda {
+namespace {
+
+Product forward_product(const LinearActForward& call, const TensorView& d) {
+  Product p{};
+  p.rows = call.x.sizes[0];
+  p.columns = call.w.sizes[0];
+  p.inner = call.x.sizes[1];
+  p.a = matrix_of(call.x);
+  p.b = matrix_of(call.w);
+  p.b.transposed = !p.b.transposed;
+  p.d = matrix_of(d);
+  p.dtype = d.dtype;
+  p.bias = call.b.data;
+  p.math = call.math;
+  return p;
+}
+
+Epilogue epilogue_of(Activation activation) {
+  if (activation == Activation::relu) return Epilogue::relu;
+  if (activation == Activation::gelu_tanh) return Epilogue::gelu_tanh;
+  return Epilogue::none;
+}
+
+// Forward, the activation in the epilogue. -------------------------------------------------------
+
+std::string epilogue_declines(const Context&, const LinearActForward& call) {
+  if (call.z.defined()) return "the product is there already";
+  if (call.activation == Activation::identity) return "";
+  if (epilogue_of(call.activation) == Epilogue::none) {
+    return "cuBLASLt has no epilogue for this activation";
+  }
+  if (call.activation == Activation::gelu_tanh) {
+    if (call.kept.defined()) return "z is to be kept, and the epilogue writes y alone";
+    // In float32 it is off by some 20 ulp: fine for halves alone.
+    if (call.y.dtype == DType::f32 || call.y.dtype == DType::f64) {
+      return "cuBLASLt's gelu is not exact enough for this dtype";
+    }
+  }
+  return "";
+}
+
+/// relu's bits are ours: those of the vendor's epilogue are set where z is 0 and not where it is
+/// NaN, unlike torch's gradient.
+void epilogue_run(const Context& context, const LinearActForward& call) {
+  Product p = forward_product(call, call.y);
+  p.epilogue = epilogue_of(call.activation);
+  multiply(context, p);
+  if (call.kept.defined()) activate(context, {call.y, {}, call.kept, call.activation});
+}
+
+// Forward, the activation in a pass. -------------------------------------------------------------
+
+std::string pass_declines(const Context&, const LinearActForward&) { return ""; }
+
+void pass_run(const Context& context, const LinearActForward& call) {
+  const bool bits = call.kept.defined() && call.kept.dtype == DType::u8;
+  TensorView z = call.z;
+  if (!z.defined()) {
+    z = call.kept.defined() && !bits ? call.kept : call.y;
+    multiply(context, forward_product(call, z));
+  } else if (call.kept.defined() && !bits && call.kept.data != z.data) {
+    activate(context, {z, call.kept, {}, Activation::identity});
+  }
+  if (call.activation == Activation::identity && z.data == call.y.data) return;
+  activate(context, {z, call.y, bits ? call.kept : TensorView(), call.activation});
+}
+
+// Which of the two. ------------------------------------------------------------------------------
+
+/// Where the vendor runs an epilogue as a second kernel, quietly, a pass of ours may be faster: the
+/// first call of a kind measures both.
+std::string epilogue_yields(const Context& context, const LinearActForward& call) {
+  constexpr char kSlower[] = "measured: a product and a pass behind it are faster";
+  if (call.activation == Activation::identity || call.y.numel() == 0 || !call.math.tune) return "";
+  Product p = forward_product(call, call.y);
+  p.epilogue = epilogue_of(call.activation);
+  const ProductKey key = key_of(p);
+
+  // Every call asks; after the first one this must cost next to nothing.
+  thread_local std::map<std::pair<int, bool>, std::unordered_map<ProductKey, bool, ProductKeyHash>>
+      known;
+  auto& here = known[{context.device.index, call.kept.defined()}];
+  if (const auto found = here.find(key); found != here.end()) return found->second ? kSlower : "";
+
+  const std::string text = (call.kept.defined() ? "training" : "inference") + text_of(key);
+  std::optional<std::string> choice = kept_choice(context, text);
+  if (!choice && !may_measure(context, call.math)) return "";
+  if (!choice) {
+    const auto alone = measuring();
+    const std::function<void(const Context&)> ways[] = {
+        [&](const Context& where) { epilogue_run(where, call); },
+        [&](const Context& where) { pass_run(where, call); }};
+    choice = fastest(context, ways, false) == 0 ? "epilogue" : "pass";
+    keep_choice(context, text, *choice);
+  }
+  return (here[key] = *choice == "pass") ? kSlower : "";
+}
+
+// Backward. --------------------------------------------------------------------------------------
+
+std::string backward_declines(const Context&, const LinearActBackward&) { return ""; }
+
+void backward_run(const Context& context, const LinearActBackward& call) {
+  const std::int64_t m = call.dy.sizes[0], n = call.dy.sizes[1];
+  const bool products = call.dx.defined() || call.dw.defined();
+  const bool usable = has_adjacent_rows(call.dy) || has_adjacent_columns(call.dy);
+  const bool same = call.activation == Activation::identity && usable && !call.dz.defined();
+  const bool own = products && !same && !call.dz.defined();
+  const Scratch<char> memory(context, own ? m * n * size_of(call.dy.dtype) : 0);
+  TensorView dz = call.dz;
+  if (own) dz = TensorView(memory.data(), call.dy.dtype, call.dy.device, {m, n});
+  if (dz.defined() || call.db.defined()) {
+    differentiate(context, {call.dy, call.kept, dz, call.db, call.activation});
+  }
+  if (same) dz = call.dy;
+
+  Product p{};
+  p.dtype = call.dy.dtype;
+  p.math = call.math;
+  if (call.dw.defined()) {
+    p.rows = n;
+    p.columns = call.x.sizes[1];
+    p.inner = m;
+    p.a = matrix_of(dz);
+    p.a.transposed = !p.a.transposed;
+    p.b = matrix_of(call.x);
+    p.d = matrix_of(call.dw);
+    multiply(context, p);
+  }
+  // Last, as what comes next in backward reads dx.
+  if (call.dx.defined()) {
+    p.rows = m;
+    p.columns = call.w.sizes[1];
+    p.inner = n;
+    p.a = matrix_of(dz);
+    p.b = matrix_of(call.w);
+    p.d = matrix_of(call.dx);
+    multiply(context, p);
+  }
+}
+
+}  // namespace
+
+Implementations<LinearActForward> linear_act_forward() {
+  static constexpr Implementation<LinearActForward> list[] = {
+      {"epilogue", epilogue_declines, epilogue_run, epilogue_yields},
+      {"pass", pass_declines, pass_run}};
+  return list;
+}
+
+Implementations<LinearActBackward> linear_act_backward() {
+  static constexpr Implementation<LinearActBackward> list[] = {
+      {"pass", backward_declines, backward_run}};
+  return list;
+}
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,404 @@
+// y = act(z) with relu's bits; dz = dy * act' with the sums of its columns.
+// Memory: forward reads z and writes y once, backward reads dy and what was kept and writes dz
+// once; relu's bits are a sixteenth to a sixty-fourth of that. Bound by memory bandwidth.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "common/check.h"
+#include "common/matrix.h"
+#include "common/scratch.h"
+#include "cuda/fast_math.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/linear_act/passes.cuh"
+#include "cuda/vector.cuh"
+
+namespace fusewise::cuda {
+namespace {
+
+constexpr int kGroup = 8;  // columns of a thread: one byte of bits
+constexpr int kThreads = 256;
+constexpr int kDepth = 4;  // rows that a thread has in flight
+constexpr int kBlocksPerMultiprocessor = 8;
+
+/// A block has 32 groups of columns and 8 rows, or, where rows are few, 8 groups and 32 rows: then
+/// it sums up all of them, and nothing is left to be added.
+constexpr int kWideShift = 5, kNarrowShift = 3;
+constexpr long long kFewRows = 512;
+
+/// Eight adjacent elements of a row as they are in memory: as vectors where addresses allow it,
+/// else one by one, with a stride.
+template <typename T, bool kVectors>
+struct Group {
+  static constexpr int kVectorCount = kGroup * sizeof(T) / 16;
+  using Storage = std::conditional_t<kVectors, uint4[kVectorCount], T[kGroup]>;
+  alignas(16) Storage storage;
+
+  __device__ __forceinline__ Accumulator<T> operator[](int i) const {
+    return to_accumulator<Accumulator<T>>(reinterpret_cast<const T*>(storage)[i]);
+  }
+  __device__ __forceinline__ void set(int i, Accumulator<T> value) {
+    reinterpret_cast<T*>(storage)[i] = from_accumulator<T>(value);
+  }
+
+  __device__ __forceinline__ void load(const T* from, long long stride, int count) {
+#pragma unroll
+    for (int i = 0; i < (kVectors ? kVectorCount : kGroup); ++i) {
+      if constexpr (kVectors) {
+        storage[i] = reinterpret_cast<const uint4*>(from)[i];
+      } else {
+        storage[i] = i < count ? from[i * stride] : T(0.0f);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(T* to, int count) const {
+#pragma unroll
+    for (int i = 0; i < (kVectors ? kVectorCount : kGroup); ++i) {
+      if constexpr (kVectors) {
+        reinterpret_cast<uint4*>(to)[i] = storage[i];
+      } else if (i < count) {
+        to[i] = storage[i];
+      }
+    }
+  }
+};
+
+/// Which eight columns and which rows a thread has. Column tiles are the fastest, so that the grid
+/// has one dimension and no limit of 65535. The last rows come first: they are what the product
+/// before has left in the cache.
+struct Place {
+  long long tile, index;  // of the block
+  long long column, first_row, end_row;
+  int lane, strand, strands;
+  int count;  // columns that exist, of the eight
+
+  __device__ Place(long long rows, long long columns, long long chunk, int shift) {
+    const long long block = gridDim.x - 1 - blockIdx.x;
+    const long long width = static_cast<long long>(kGroup) << shift;
+    const long long tiles = (columns + width - 1) / width;
+    lane = threadIdx.x & ((1 << shift) - 1);
+    strand = threadIdx.x >> shift;
+    strands = kThreads >> shift;
+    index = block / tiles;
+    tile = (block - index * tiles) * width;
+    column = tile + lane * kGroup;
+    first_row = index * chunk + strand;
+    end_row = min(rows, (index + 1) * chunk);
+    count = static_cast<int>(max(0ll, min(static_cast<long long>(kGroup), columns - column)));
+  }
+};
+
+/// The kind is a constant of the vector kernels; the others, for odd sizes, ask at run time.
+template <Activation kKind, typename T, bool kVectors>
+__device__ __forceinline__ Accumulator<T> apply(Activation kind, Accumulator<T> z) {
+  if constexpr (kVectors) return activate_as<kKind, T>(z);
+  switch (kind) {
+    case Activation::relu:
+      return activate_as<Activation::relu, T>(z);
+    case Activation::gelu:
+      return activate_as<Activation::gelu, T>(z);
+    case Activation::gelu_tanh:
+      return activate_as<Activation::gelu_tanh, T>(z);
+    case Activation::silu:
+      return activate_as<Activation::silu, T>(z);
+    default:
+      return z;
+  }
+}
+
+template <Activation kKind, typename T, bool kVectors>
+__device__ __forceinline__ Accumulator<T> apply_gradient(Activation kind, Accumulator<T> z,
+                                                         Accumulator<T> gradient) {
+  if constexpr (kVectors) return activation_gradient_as<kKind, T>(z, gradient);
+  switch (kind) {
+    case Activation::relu:
+      return activation_gradient_as<Activation::relu, T>(z, gradient);
+    case Activation::gelu:
+      return activation_gradient_as<Activation::gelu, T>(z, gradient);
+    case Activation::gelu_tanh:
+      return activation_gradient_as<Activation::gelu_tanh, T>(z, gradient);
+    case Activation::silu:
+      return activation_gradient_as<Activation::silu, T>(z, gradient);
+    default:
+      return gradient;
+  }
+}
+
+struct ActivationArguments {
+  const void* z;
+  void* y;
+  unsigned char* bits;
+  long long rows, columns, chunk, z_stride, y_stride, bit_stride;
+  int shift;
+  Activation kind;
+};
+
+template <Activation kKind, typename T, bool kVectors>
+__global__ void __launch_bounds__(kThreads) activate_rows(const ActivationArguments a) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const Place place(a.rows, a.columns, a.chunk, a.shift);
+  if (place.count == 0) return;
+  const T* z = static_cast<const T*>(a.z) + place.column;
+  T* y = static_cast<T*>(a.y) + place.column;
+  for (long long row = place.first_row; row < place.end_row; row += kDepth * place.strands) {
+    Group<T, kVectors> values[kDepth];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      const long long at = row + i * place.strands;
+      if (at < place.end_row) values[i].load(z + at * a.z_stride, 1, place.count);
+    }
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      const long long at = row + i * place.strands;
+      if (at >= place.end_row) break;
+      if (a.bits != nullptr) {
+        unsigned open = 0;
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+          open |= static_cast<unsigned>(j < place.count && !(values[i][j] <= 0)) << j;
+        }
+        a.bits[at * a.bit_stride + place.column / kGroup] = static_cast<unsigned char>(open);
+      }
+      if (a.y == nullptr) continue;
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        values[i].set(j, apply<kKind, T, kVectors>(a.kind, values[i][j]));
+      }
+      values[i].store(y + at * a.y_stride, place.count);
+    }
+  }
+}
+
+/// What forward has kept for backward.
+enum class Keeps { nothing, bits, values };
+
+struct GradientArguments {
+  const void *dy, *kept;
+  void *dz, *sums;  // the chunks' sums, or db itself where there is but one chunk
+  long long rows, columns, chunk, dy_stride, dy_step, kept_stride, dz_stride;
+  int shift;
+  bool only_chunk;
+  Activation kind;
+};
+
+template <Activation kKind, Keeps kKeeps, typename T, bool kVectors>
+__global__ void __launch_bounds__(kThreads) differentiate_rows(const GradientArguments a) {
+  using A = Accumulator<T>;
+  __shared__ A parts[kThreads * kGroup];
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const Place place(a.rows, a.columns, a.chunk, a.shift);
+  const T* dy = static_cast<const T*>(a.dy) + place.column * a.dy_step;
+  const T* values = static_cast<const T*>(a.kept) + place.column;
+  const auto* bits = static_cast<const unsigned char*>(a.kept) + place.column / kGroup;
+  T* dz = static_cast<T*>(a.dz) + place.column;
+  A sums[kGroup] = {};
+  const long long end_row = place.count == 0 ? 0 : place.end_row;
+  for (long long row = place.first_row; row < end_row; row += kDepth * place.strands) {
+    Group<T, kVectors> gradients[kDepth], kept[kKeeps == Keeps::values ? kDepth : 1];
+    unsigned open[kDepth];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      const long long at = row + i * place.strands;
+      if (at >= end_row) break;
+      gradients[i].load(dy + at * a.dy_stride, a.dy_step, place.count);
+      if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride];
+      if constexpr (kKeeps == Keeps::values) {
+        kept[i].load(values + at * a.kept_stride, 1, place.count);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      const long long at = row + i * place.strands;
+      if (at >= end_row) break;
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        if constexpr (kKeeps == Keeps::bits) {
+          if (!(open[i] >> j & 1)) gradients[i].set(j, A(0));
+        }
+        if constexpr (kKeeps == Keeps::values) {
+          gradients[i].set(j,
+                           apply_gradient<kKind, T, kVectors>(a.kind, kept[i][j], gradients[i][j]));
+        }
+        sums[j] += gradients[i][j];  // rounded to T, as torch adds them up
+      }
+      if (a.dz != nullptr) gradients[i].store(dz + at * a.dz_stride, place.count);
+    }
+  }
+  if (a.sums == nullptr) return;
+  const int width = kGroup << a.shift;
+#pragma unroll
+  for (int j = 0; j < kGroup; ++j) {
+    parts[place.strand * width + place.lane * kGroup + j] = sums[j];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < width; i += kThreads) {
+    const long long column = place.tile + i;
+    if (column >= a.columns) break;
+    A sum = 0;
+    for (int strand = 0; strand < place.strands; ++strand) sum += parts[strand * width + i];
+    if (a.only_chunk) {
+      static_cast<T*>(a.sums)[column] = from_accumulator<T>(sum);
+    } else {
+      static_cast<A*>(a.sums)[place.index * a.columns + column] = sum;
+    }
+  }
+}
+
+constexpr int kSumColumns = 32, kSumRows = 16;
+
+/// db[column] = the sum of the chunks' sums, in a fixed order.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kSumColumns* kSumRows)
+    sum_chunks(const A* partial, long long chunks, long long columns, T* db) {
+  __shared__ A parts[kSumRows][kSumColumns];
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const int lane = threadIdx.x % kSumColumns, strand = threadIdx.x / kSumColumns;
+  const long long column = static_cast<long long>(blockIdx.x) * kSumColumns + lane;
+  A sum = 0;
+  if (column < columns) {
+#pragma unroll 4
+    for (long long i = strand; i < chunks; i += kSumRows) sum += partial[i * columns + column];
+  }
+  parts[strand][lane] = sum;
+  __syncthreads();
+  if (strand != 0 || column >= columns) return;
+  for (int i = 1; i < kSumRows; ++i) sum += parts[i][lane];
+  db[column] = from_accumulator<T>(sum);
+}
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// How many columns and rows a block has: so many that all blocks run at once.
+struct Cut {
+  int shift;
+  std::int64_t tiles, chunk, chunks;
+
+  Cut(const Context& context, std::int64_t rows, std::int64_t columns)
+      : shift(rows <= kFewRows ? kNarrowShift : kWideShift),
+        tiles(divide_up(columns, kGroup << shift)) {
+    const std::int64_t blocks =
+        std::int64_t{limits_of(context.device).multiprocessors} * kBlocksPerMultiprocessor;
+    const std::int64_t wanted =
+        rows <= kFewRows ? 1 : std::max<std::int64_t>(1, blocks / std::max<std::int64_t>(1, tiles));
+    chunk = std::max<std::int64_t>(divide_up(rows, wanted), kThreads >> shift);
+    chunks = std::max<std::int64_t>(1, divide_up(rows, chunk));
+  }
+};
+
+template <typename T>
+bool takes_vectors(const TensorView& t) {
+  if (!t.defined()) return true;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
+  return aligned && has_adjacent_rows(t) && t.sizes[1] % kGroup == 0 &&
+         matrix_of(t).stride % Vector<T>::kSize == 0;
+}
+
+/// body<kind, vectors>(): float64 has no vector kernels, it is for checks.
+template <typename T, typename Body>
+void dispatch(Activation kind, bool vectors, Body body) {
+  if constexpr (sizeof(T) < 8) {
+    if (vectors) {
+      switch (kind) {
+        case Activation::identity:
+          return body.template operator()<Activation::identity, true>();
+        case Activation::relu:
+          return body.template operator()<Activation::relu, true>();
+        case Activation::gelu:
+          return body.template operator()<Activation::gelu, true>();
+        case Activation::gelu_tanh:
+          return body.template operator()<Activation::gelu_tanh, true>();
+        case Activation::silu:
+          return body.template operator()<Activation::silu, true>();
+      }
+    }
+  }
+  body.template operator()<Activation::identity, false>();
+}
+
+}  // namespace
+
+void activate(const Context& context, const ActivationPass& pass) {
+  const std::int64_t rows = pass.z.sizes[0], columns = pass.z.sizes[1];
+  if (rows == 0 || columns == 0) return;
+  const Cut cut(context, rows, columns);
+  const ActivationArguments arguments{
+      pass.z.data,
+      pass.y.data,
+      static_cast<unsigned char*>(pass.bits.data),
+      rows,
+      columns,
+      cut.chunk,
+      matrix_of(pass.z).stride,
+      pass.y.defined() ? matrix_of(pass.y).stride : 0,
+      pass.bits.defined() ? matrix_of(pass.bits).stride : 0,
+      cut.shift,
+      pass.activation,
+  };
+  dispatch_dtype(pass.z.dtype, [&]<typename T>(T) {
+    const bool vectors = takes_vectors<T>(pass.z) && takes_vectors<T>(pass.y);
+    dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
+      launch_kernel({context, cut.tiles * cut.chunks, kThreads, 0, true}, "activating",
+                    activate_rows<kKind, T, kVectors>, arguments);
+    });
+  });
+}
+
+void differentiate(const Context& context, const GradientPass& pass) {
+  const std::int64_t rows = pass.dy.sizes[0], columns = pass.dy.sizes[1];
+  if (columns == 0) return;
+  const Cut cut(context, rows, columns);
+  const std::int64_t size = size_of(pass.dy.dtype);
+  const bool sums = pass.db.defined(), only_chunk = cut.chunks == 1;
+  const Scratch<char> partial(
+      context, sums && !only_chunk ? cut.chunks * columns * std::max<std::int64_t>(size, 4) : 0);
+  const bool bits = pass.activation == Activation::relu && pass.kept.dtype == DType::u8;
+  const bool nothing = pass.activation == Activation::identity;
+  const bool rows_of_dy = has_adjacent_rows(pass.dy);
+  const GradientArguments arguments{
+      pass.dy.data,
+      pass.kept.data,
+      pass.dz.data,
+      sums && only_chunk ? pass.db.data : partial.data(),
+      rows,
+      columns,
+      cut.chunk,
+      rows_of_dy ? matrix_of(pass.dy).stride : pass.dy.strides[0],
+      rows_of_dy ? 1 : pass.dy.strides[1],
+      nothing ? 0 : matrix_of(pass.kept).stride,
+      pass.dz.defined() ? matrix_of(pass.dz).stride : 0,
+      cut.shift,
+      only_chunk,
+      pass.activation,
+  };
+  dispatch_dtype(pass.dy.dtype, [&]<typename T>(T) {
+    using A = Accumulator<T>;
+    const bool vectors = takes_vectors<T>(pass.dy) && takes_vectors<T>(pass.dz) &&
+                         (bits || nothing || takes_vectors<T>(pass.kept));
+    dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
+      const auto launch = [&]<Keeps kKeeps>() {
+        launch_kernel({context, cut.tiles * cut.chunks, kThreads, 0, true}, "differentiating",
+                      differentiate_rows<kKind, kKeeps, T, kVectors>, arguments);
+      };
+      if (nothing) {
+        if constexpr (kKind == Activation::identity) launch.template operator()<Keeps::nothing>();
+      } else if (bits) {
+        if constexpr (kKind == Activation::relu || !kVectors) {
+          launch.template operator()<Keeps::bits>();
+        }
+      } else if constexpr (kKind != Activation::identity || !kVectors) {
+        launch.template operator()<Keeps::values>();
+      }
+    });
+    if (!sums || only_chunk) return;
+    launch_kernel({context, divide_up(columns, kSumColumns), kSumColumns * kSumRows, 0, true},
+                  "summing up a bias gradient", sum_chunks<T, A>,
+                  reinterpret_cast<const A*>(partial.data()), cut.chunks, columns,
+                  static_cast<T*>(pass.db.data));
+  });
+}
+
+}  // namespace fusewise::cuda
