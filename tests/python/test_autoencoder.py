@@ -6,7 +6,9 @@ import itertools
 import math
 import pickle
 import re
+import subprocess
 import threading
+from pathlib import Path
 
 import numpy
 import pytest
@@ -1004,3 +1006,58 @@ def test_save_safetensors_without_the_package(run_python, tmp_path):
             raise AssertionError("it was written")
         """
     )
+
+
+# --- C++ ---------------------------------------------------------------------------------------
+
+SCORE = Path(__file__).parents[2] / "build" / "dev" / "tests" / "cpp" / "score"
+
+
+def run_score(*arguments):
+    if not SCORE.is_file():
+        pytest.skip("examples/cpp/score.cpp is not built here; `make build` does it")
+    return subprocess.run([SCORE, *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_scores_from_cpp_are_pythons(tmp_path, dtype):
+    """The example of examples/cpp, with the weights that Python wrote."""
+    pytest.importorskip("safetensors")
+    module = SpectralShapeAutoencoder().to(dtype)
+    x = torch.randn(70, 320)
+    module.save_safetensors(tmp_path / "weights.safetensors")
+    x.numpy().tofile(tmp_path / "rows.f32")
+    done = run_score(tmp_path / "weights.safetensors", tmp_path / "rows.f32")
+    if dtype == torch.float16:  # beside float32 rows they are of another type, and it says so
+        assert done.returncode == 1
+        assert "encoder_weight: expected dtype float32 as x, got float16" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    scores = torch.tensor([float(line) for line in done.stdout.split()])
+    ours = module.anomaly_score(x).detach()
+    torch.testing.assert_close(scores, ours, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+
+
+@pytest.mark.parametrize(
+    "weights, rows, said",
+    [
+        (b"", bytes(1280), "weights: too short for a .safetensors file: 0 bytes"),
+        (None, bytes(1280), "nothing: is no file that can be read"),
+        ("good", bytes(1279), "rows: has 1279 bytes, no whole number of float32 values"),
+        ("good", bytes(1284), "rows: has 321 values, no whole number of rows of 320"),
+        ("truncated", bytes(1280), "do not lie in the"),
+    ],
+)
+def test_bad_files_of_the_cpp_example(tmp_path, weights, rows, said):
+    pytest.importorskip("safetensors")
+    file = tmp_path / ("weights" if weights is not None else "nothing")
+    if weights in ("good", "truncated"):
+        SpectralShapeAutoencoder().save_safetensors(file)
+        if weights == "truncated":
+            file.write_bytes(file.read_bytes()[:-1])
+    elif weights is not None:
+        file.write_bytes(weights)
+    (tmp_path / "rows").write_bytes(rows)
+    done = run_score(file, tmp_path / "rows")
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+    assert done.stdout == ""

@@ -38,7 +38,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     casts = x.dtype.is_floating_point and x.dtype != torch.float64
-    return torch.getautocast_dtype(device) if casts else None
+    return torch.get_autocast_dtype(device) if casts else None
 
 
 def cast_inputs(x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:

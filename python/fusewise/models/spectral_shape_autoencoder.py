@@ -16,7 +16,9 @@ class SpectralShapeAutoencoder(nn.Module):
     frames together are projected on a basis of `latent_dim` spectral shapes of length one, a small
     layer works on the coordinates, and the same basis leads back:
 
-        s_f = GELU(slice_encoder(x_f)),  z = GELU(bottleneck_mlp(B s)),  y_f = slice_decoder(B^T z)_f
+        s_f = GELU(slice_encoder(x_f))
+        z   = GELU(bottleneck_mlp(B s))
+        y_f = slice_decoder((B^T z)_f)
 
     The submodules hold the parameters, under the names of the state dict, and are not called.
 
@@ -95,16 +97,19 @@ class SpectralShapeAutoencoder(nn.Module):
         weights.insert(4, _parameter(self, "global_basis"))
         return autoencoder(x, *weights, output=output)
 
-    def save_safetensors(self, path: str | PathLike) -> None:
-        """Writes the weights as a `.safetensors` file, which `fusewise::Safetensors` reads in C++
-        and `safetensors.torch.load_file` here. Needs the package safetensors."""
+    def save_safetensors(
+        self, path: str | PathLike, metadata: dict[str, str] | None = None
+    ) -> None:
+        """Writes the weights, and texts beside them, as a `.safetensors` file, which
+        `fusewise::Safetensors` reads in C++ and `safetensors.torch.load_file` here. Needs the
+        package safetensors."""
         try:
             from safetensors.torch import save_file
         except ImportError as error:
             message = "save_safetensors needs the package safetensors: pip install safetensors"
             raise ImportError(message) from error
         tensors = {name: t.detach().contiguous() for name, t in self.state_dict().items()}
-        save_file(tensors, path, metadata={"model": type(self).__name__})
+        save_file(tensors, path, metadata={"model": type(self).__name__, **(metadata or {})})
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # Checkpoints of old have a decoder of their own that no output ever depended on.
