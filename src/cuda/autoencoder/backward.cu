@@ -1,0 +1,502 @@
+// All gradients of the autoencoder: forward recomputed, then back through it, 16 rows a warp, with
+// the sums over rows made from a tile in shared memory. x crosses memory once and comes twice more
+// from L2, the incoming gradient and dx once. Bound by the tensor cores, in float32 and TF32.
+
+#include "cuda/autoencoder/backward.cuh"
+
+#include <algorithm>
+
+#include "common/scratch.h"
+#include "cuda/autoencoder/gradients.cuh"
+#include "cuda/autoencoder/rows.cuh"
+#include "cuda/launch.cuh"
+
+namespace fusewise::cuda {
+namespace autoencoder {
+namespace {
+
+constexpr int kMostWarps = 8;
+
+/// The columns of the tile in shared memory: what the sums over rows are made of.
+struct TileLayout {
+  int outer;    ///< a frame of the output's gradient, later of the normalised input
+  int inner;    ///< z, later the projection's gradient
+  int hidden;   ///< gradient in front of a GELU
+  int slice;    ///< behind the encoder's GELU; the bottleneck's normalised input
+  int columns;  ///< a multiple of 32
+};
+
+inline TileLayout tile_layout(const PackedLayout& p) {
+  TileLayout t{};
+  t.outer = 0;
+  t.inner = 16 * p.mels;
+  t.hidden = t.inner + 16 * p.latents;
+  t.slice = t.hidden + 16 * std::max(p.slices, p.latents);
+  t.columns = (t.slice + 16 * std::max(p.slices, p.latents) + 31) / 32 * 32;
+  return t;
+}
+
+struct Arguments {
+  const void *x, *d_out, *d_z;
+  const float* d_score;
+  void* dx;
+  const void* packed;
+  float* sums;
+  long long rows, x_stride;
+  int n_mels, frames, latent;
+  PackedLayout layout;
+  TileLayout tile;
+  SumsLayout at;
+  WantedSums wanted;
+};
+
+/// Where a value lies in the tile. The columns of every four rows are shifted against each other:
+/// neither a warp's stores nor its loads, four rows by eight columns, share a bank.
+__device__ __forceinline__ int tile_at(int row, int column, int columns) {
+  return row * columns + (column ^ ((row & 1) << 4 | (row & 2) << 2));
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void put(float* tile, int columns, const Block (&blocks)[kBlocks],
+                                    int count, int first_column) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4, t = lane % 4;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    if (b >= count) break;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float* v = blocks[b].v[r];
+      *reinterpret_cast<float4*>(tile + tile_at(row + 8 * r, first_column + 16 * b + 4 * t,
+                                                columns)) = make_float4(v[0], v[1], v[2], v[3]);
+    }
+  }
+}
+
+/// c += a^T b over eight rows, for 16 columns of a and 8 of b.
+template <bool kExact>
+struct RowProduct {
+  unsigned a_high[4], a_low[4];
+
+  __device__ __forceinline__ void take(const float (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kExact) {
+        split(a[i], a_high[i], a_low[i]);
+      } else {
+        a_high[i] = round_to_tf32(a[i]);
+      }
+    }
+  }
+  __device__ __forceinline__ void multiply(float (&c)[4], float b0, float b1) const {
+    if constexpr (kExact) {
+      unsigned high[2], low[2];
+      split(b0, high[0], low[0]);
+      split(b1, high[1], low[1]);
+      mma_tf32(c[0], c[1], c[2], c[3], a_low[0], a_low[1], a_low[2], a_low[3], high[0], high[1]);
+      mma_tf32(c[0], c[1], c[2], c[3], a_high[0], a_high[1], a_high[2], a_high[3], low[0], low[1]);
+      mma_tf32(c[0], c[1], c[2], c[3], a_high[0], a_high[1], a_high[2], a_high[3], high[0],
+               high[1]);
+    } else {
+      mma_tf32(c[0], c[1], c[2], c[3], a_high[0], a_high[1], a_high[2], a_high[3],
+               round_to_tf32(b0), round_to_tf32(b1));
+    }
+  }
+};
+
+/// sum[m][n] += sum over the tile's rows of column a + m times column b + n, m < 16 * a_blocks,
+/// n < 16 * b_blocks, and where `bias` is given, bias[m] += the sum of column a + m. `job` is the
+/// first piece of 16 by 8 * kTiles that this warp does, of every `warps`. The tile's sum is made in
+/// the tensor cores, which drop what does not fit, and added with rounding.
+template <bool kExact, int kTiles>
+__device__ __forceinline__ void add_products(const float* tile, int columns, int rows, int a,
+                                             int a_blocks, int b, int b_blocks, float* sum,
+                                             float* bias, bool first, bool bias_first, int& job,
+                                             int warps) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int across = 2 * b_blocks / kTiles, jobs = a_blocks * across;
+  for (; job < jobs; job += warps) {
+    const int m = job / across * 16, n = job % across * 8 * kTiles;
+    float2 before[kTiles][2];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float* at = sum + (m + g + 8 * r) * 16 * b_blocks + n + 8 * j + 2 * t;
+        before[j][r] = first ? make_float2(0.f, 0.f) : __ldcg(reinterpret_cast<const float2*>(at));
+      }
+    }
+    float c[kTiles][4] = {};
+    float row_sums[2] = {0.f, 0.f};
+#pragma unroll 2
+    for (int k = 0; k < rows; k += 8) {
+      const int upper = (k + t) * columns, lower = upper + 4 * columns;
+      const int turn = (t & 1) << 4 | (t & 2) << 2;
+      const int left = (a + m + g) ^ turn, right = (a + m + g + 8) ^ turn;
+      const float av[4] = {tile[upper + left], tile[upper + right], tile[lower + left],
+                           tile[lower + right]};
+      RowProduct<kExact> product;
+      product.take(av);
+      row_sums[0] += av[0] + av[2];
+      row_sums[1] += av[1] + av[3];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const int column = (b + n + 8 * j + g) ^ turn;
+        product.multiply(c[j], tile[upper + column], tile[lower + column]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float* at = sum + (m + g + 8 * r) * 16 * b_blocks + n + 8 * j + 2 * t;
+        __stcg(reinterpret_cast<float2*>(at),
+               make_float2(before[j][r].x + c[j][2 * r], before[j][r].y + c[j][2 * r + 1]));
+      }
+    }
+    if (bias != nullptr && n == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float total = row_sum(row_sums[r]);
+        float* at = bias + m + g + 8 * r;
+        if (t == 0) __stcg(at, (bias_first ? 0.f : __ldcg(at)) + total);
+      }
+    }
+  }
+  job -= jobs;
+}
+
+template <typename T, typename P, typename Shape>
+__global__ void __launch_bounds__(32 * kMostWarps, 1)
+    backward_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(16) float tile[];
+  const PackedLayout& y = a.layout;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int mels = Shape::kWhole ? Shape::kMels : y.mels;
+  const int latents = Shape::kWhole ? Shape::kLatents : y.latents;
+  const int n_mels = Shape::kWhole ? 16 * Shape::kMels : a.n_mels;
+  const int latent = Shape::kWhole ? 16 * Shape::kLatents : a.latent;
+  const int project = PackedLayout::matrix(latents, y.slices);
+  const int decode = PackedLayout::matrix(mels, latents);
+  const int columns = a.tile.columns, tile_rows = 16 * warps;
+  constexpr int kTiles = 2 * Shape::kChunk;
+
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  Weights<P, false> weights;
+  weights.groups = static_cast<const typename Weights<P, false>::Group*>(a.packed);
+  weights.floats = reinterpret_cast<const float*>(weights.groups + y.groups);
+  float* sums = a.sums + static_cast<long long>(blockIdx.x) * a.at.floats;
+  const long long width = static_cast<long long>(a.frames) * n_mels;
+  const float score_scale = 2.f / static_cast<float>(width);
+
+  bool first = true;  // tile of this block: nothing was summed before
+  for (long long begin = static_cast<long long>(blockIdx.x) * tile_rows; begin < a.rows;
+       begin += static_cast<long long>(gridDim.x) * tile_rows, first = false) {
+    const long long row = begin + 16 * warp;
+    const RowPair<const T> x(static_cast<const T*>(a.x), row, a.rows, a.x_stride);
+    const RowPair<T> dx(static_cast<T*>(a.dx), row, a.rows, width);
+
+    // Forward, as far as z.
+    Block normal[Shape::kLatents];
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) normal[l].fill(0.f);
+    for (int f = 0; f < a.frames; ++f) {
+      Block frame[Shape::kMels];
+      float unused[2];
+      x.template load<Shape::kWhole>(frame, 0, mels, static_cast<long long>(f) * n_mels, n_mels);
+      normalise<Shape::kWhole>(frame, mels, n_mels, unused);
+      for (int chunk = 0; chunk < y.slices; chunk += Shape::kChunk) {
+        Block slice[Shape::kChunk];
+#pragma unroll
+        for (int j = 0; j < Shape::kChunk; ++j) {
+          slice[j].fill(weights.bias(y.encode_bias, chunk + j));
+        }
+        multiply_blocks<P>(slice, Shape::kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
+#pragma unroll
+        for (int j = 0; j < Shape::kChunk; ++j) gelu<P::kExact>(slice[j]);
+        Block part[Shape::kLatents];
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
+        multiply_blocks<P>(part, latents, slice, Shape::kChunk, weights, y.project + f * project, 0,
+                           chunk, y.slices);
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) normal[l].add(part[l]);
+      }
+    }
+    float mid_inverse_deviation[2];
+    normalise<Shape::kWhole>(normal, latents, latent, mid_inverse_deviation);
+    Block z[Shape::kLatents], slope[Shape::kLatents], dz[Shape::kLatents];
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) {
+      if (l < latents) z[l].fill(weights.bias(y.mid_bias, l));
+      dz[l].fill(0.f);
+    }
+    multiply_blocks<P>(z, latents, normal, latents, weights, y.mid, 0, 0, latents);
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) {
+      if (l >= latents) break;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          z[l].v[r][i] = gelu_and_slope<P::kExact>(z[l].v[r][i], slope[l].v[r][i]);
+        }
+      }
+    }
+    if (a.d_z != nullptr) {
+      RowPair<const T>(static_cast<const T*>(a.d_z), row, a.rows, latent)
+          .template load<Shape::kWhole>(dz, 0, latents, 0, latent);
+    }
+
+    // Back through the decoder.
+    if (a.d_out != nullptr || a.d_score != nullptr) {
+      if (a.wanted.decode) put(tile, columns, z, latents, a.tile.inner);
+      const RowPair<const T> d_out(static_cast<const T*>(a.d_out), row, a.rows, width);
+      float scale[2] = {0.f, 0.f};
+      if (a.d_score != nullptr) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (x.real[r]) scale[r] = score_scale * a.d_score[row + lane / 4 + 8 * r];
+        }
+      }
+      for (int f = 0; f < a.frames; ++f) {
+        const long long offset = static_cast<long long>(f) * n_mels;
+        Block dy[Shape::kMels];
+        if (a.d_out != nullptr) {
+          d_out.template load<Shape::kWhole>(dy, 0, mels, offset, n_mels);
+        } else {
+#pragma unroll
+          for (int m = 0; m < Shape::kMels; ++m) dy[m].fill(0.f);
+        }
+        if (a.d_score != nullptr) {
+#pragma unroll
+          for (int m = 0; m < Shape::kMels; ++m) {
+            if (m >= mels) break;
+            Block original[1], result[1];
+            x.template load<Shape::kWhole>(original, m, 1, offset, n_mels);
+            result[0].fill(weights.bias(y.decode_bias, m));
+            multiply_blocks<P>(result, 1, z, latents, weights, y.decode + f * decode, m, 0,
+                               latents);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const float d = scale[r] * (result[0].v[r][i] - original[0].v[r][i]);
+                dy[m].v[r][i] += d;
+                original[0].v[r][i] = -d;
+              }
+            }
+            // What x itself has to do with the score; the way through the model is added below.
+            if (a.dx != nullptr) {
+              dx.template store<Shape::kWhole>(original, m, 1, offset, n_mels);
+            }
+          }
+        }
+        if (a.wanted.decode) put(tile, columns, dy, mels, a.tile.outer);
+        Block part[Shape::kLatents];
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
+        multiply_blocks<P>(part, latents, dy, mels, weights, y.decode_transposed + f * decode, 0, 0,
+                           mels);
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) dz[l].add(part[l]);
+        if (a.wanted.decode) {
+          __syncthreads();
+          int job = warp;
+          add_products<P::kExact, 2>(tile, columns, tile_rows, a.tile.outer, mels, a.tile.inner,
+                                     latents, sums + a.at.q_decode + f * 256 * mels * latents,
+                                     sums + a.at.b_decode, first, first && f == 0, job, warps);
+          __syncthreads();
+        }
+      }
+    }
+
+    // Back through the bottleneck.
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) {
+      if (l >= latents) break;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dz[l].v[r][i] *= slope[l].v[r][i];
+      }
+    }
+    Block d_projection[Shape::kLatents];
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) d_projection[l].fill(0.f);
+    multiply_blocks<P>(d_projection, latents, dz, latents, weights, y.mid_transposed, 0, 0,
+                       latents);
+    normalise_backward(d_projection, normal, latents, latent, mid_inverse_deviation);
+    if (a.wanted.mid) {
+      put(tile, columns, dz, latents, a.tile.hidden);
+      put(tile, columns, normal, latents, a.tile.slice);
+      __syncthreads();
+      int job = warp;
+      add_products<P::kExact, 2>(tile, columns, tile_rows, a.tile.hidden, latents, a.tile.slice,
+                                 latents, sums + a.at.q_mid, sums + a.at.b_mid, first, first, job,
+                                 warps);
+      __syncthreads();
+    }
+    if (a.dx == nullptr && !a.wanted.encode && !a.wanted.project) continue;
+
+    // Back through the encoder.
+    if (a.wanted.project) put(tile, columns, d_projection, latents, a.tile.inner);
+    for (int f = 0; f < a.frames; ++f) {
+      const long long offset = static_cast<long long>(f) * n_mels;
+      Block frame[Shape::kMels], d_frame[Shape::kMels];
+      float inverse_deviation[2];
+      x.template load<Shape::kWhole>(frame, 0, mels, offset, n_mels);
+      normalise<Shape::kWhole>(frame, mels, n_mels, inverse_deviation);
+#pragma unroll
+      for (int m = 0; m < Shape::kMels; ++m) d_frame[m].fill(0.f);
+      if (a.wanted.encode) put(tile, columns, frame, mels, a.tile.outer);
+      for (int chunk = 0; chunk < y.slices; chunk += Shape::kChunk) {
+        Block slice[Shape::kChunk], d_slice[Shape::kChunk];
+#pragma unroll
+        for (int j = 0; j < Shape::kChunk; ++j) {
+          slice[j].fill(weights.bias(y.encode_bias, chunk + j));
+          d_slice[j].fill(0.f);
+        }
+        multiply_blocks<P>(slice, Shape::kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
+        multiply_blocks<P>(d_slice, Shape::kChunk, d_projection, latents, weights,
+                           y.project_transposed + f * project, chunk, 0, latents);
+#pragma unroll
+        for (int j = 0; j < Shape::kChunk; ++j) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              float slope_here;
+              slice[j].v[r][i] = gelu_and_slope<P::kExact>(slice[j].v[r][i], slope_here);
+              d_slice[j].v[r][i] *= slope_here;
+            }
+          }
+        }
+        if (a.wanted.project) {
+          put(tile, columns, slice, Shape::kChunk, a.tile.slice + 16 * chunk);
+        }
+        if (a.wanted.encode) {
+          put(tile, columns, d_slice, Shape::kChunk, a.tile.hidden + 16 * chunk);
+        }
+        if (a.dx != nullptr) {
+          multiply_blocks<P>(d_frame, mels, d_slice, Shape::kChunk, weights, y.encode_transposed, 0,
+                             chunk, y.slices);
+        }
+      }
+      if (a.dx != nullptr) {
+        normalise_backward(d_frame, frame, mels, n_mels, inverse_deviation);
+        if (a.d_score != nullptr) {
+          // This lane wrote it above.
+          dx.template load<Shape::kWhole>(frame, 0, mels, offset, n_mels);
+#pragma unroll
+          for (int m = 0; m < Shape::kMels; ++m) {
+            if (m < mels) d_frame[m].add(frame[m]);
+          }
+        }
+        dx.template store<Shape::kWhole>(d_frame, 0, mels, offset, n_mels);
+      }
+      if (a.wanted.encode || a.wanted.project) {
+        __syncthreads();
+        int job = warp;
+        if (a.wanted.encode) {
+          add_products<P::kExact, kTiles>(tile, columns, tile_rows, a.tile.hidden, y.slices,
+                                          a.tile.outer, mels, sums + a.at.q_encode,
+                                          sums + a.at.b_encode, first && f == 0, first && f == 0,
+                                          job, warps);
+        }
+        if (a.wanted.project) {
+          add_products<P::kExact, kTiles>(tile, columns, tile_rows, a.tile.inner, latents,
+                                          a.tile.slice, y.slices,
+                                          sums + a.at.q_project + f * 256 * latents * y.slices,
+                                          nullptr, first, false, job, warps);
+        }
+        __syncthreads();
+      }
+    }
+  }
+}
+
+// ---- host
+
+bool is_default(const AutoencoderBackwardArguments& call) {
+  const std::int64_t bytes = size_of(call.dtype);
+  const std::int64_t width = std::int64_t{call.sizes.frames} * call.sizes.n_mels;
+  return has_default_shape(call.sizes) && rows_aligned(call.x, call.x_stride, bytes) &&
+         rows_aligned(call.d_out, width, bytes) && rows_aligned(call.dx, width, bytes) &&
+         rows_aligned(call.d_z, call.sizes.latent, bytes);
+}
+
+std::int64_t tile_bytes(const AutoencoderSizes& sizes, int warps) {
+  return std::int64_t{64} * warps * tile_layout(packed_layout(sizes, true)).columns;
+}
+
+AutoencoderBackwardPlan plan_for(const Context& context, const AutoencoderBackwardArguments& call) {
+  const DeviceLimits& limits = limits_of(context.device);
+  int warps = kMostWarps;
+  while (warps > 1 && tile_bytes(call.sizes, warps) > limits.block_shared_memory) warps /= 2;
+  return {warps};
+}
+
+template <typename P, typename Shape>
+void launch(const Context& context, const Arguments& a, int warps, std::int64_t blocks) {
+  const std::size_t shared = std::size_t{64} * warps * a.tile.columns;
+  launch_kernel({context, blocks, 32 * warps, shared, true}, "running the autoencoder backward",
+                backward_kernel<typename P::Weight, P, Shape>, a);
+}
+
+}  // namespace
+}  // namespace autoencoder
+
+using namespace autoencoder;
+
+std::string autoencoder_fused_declines(const Context& context,
+                                       const AutoencoderBackwardArguments& call) {
+  if (call.dtype == DType::f64) return "float64 has no matrix instruction here";
+  std::string reason = shape_declines(call.sizes);
+  if (!reason.empty()) return reason;
+  const std::int64_t most = limits_of(context.device).block_shared_memory;
+  if (pack_shared_bytes(call.sizes) > most) return "a basis vector does not fit in shared memory";
+  if (tile_bytes(call.sizes, 1) > most) return "16 rows do not fit in shared memory";
+  return {};
+}
+
+void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call) {
+  autoencoder_fused_run(context, call, plan_for(context, call));
+}
+
+void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call,
+                           AutoencoderBackwardPlan plan) {
+  const AutoencoderSizes& sizes = call.sizes;
+  const PackedLayout layout = packed_layout(sizes, true);
+  const SumsLayout at = sums_layout(layout);
+  const PackedKind kind = packed_kind(call.dtype, call.tf32);
+  const std::int64_t packed = packed_bytes(layout, kind);
+  const Scratch<unsigned char> memory(context, packed);
+  const WantedSums wanted = wanted_sums(call);
+  const std::int64_t tile_rows = 16 * plan.warps;
+  const std::int64_t blocks = std::clamp<std::int64_t>((sizes.rows + tile_rows - 1) / tile_rows, 0,
+                                                       limits_of(context.device).multiprocessors);
+  const Scratch<float> sums(context,
+                            wanted.any() ? at.floats * std::max<std::int64_t>(blocks, 1) : 0);
+  pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, true,
+               layout, memory.data());
+  const Arguments a{
+      call.x,        call.d_out,          call.d_z,     static_cast<const float*>(call.d_score),
+      call.dx,       memory.data(),       sums.data(),  sizes.rows,
+      call.x_stride, sizes.n_mels,        sizes.frames, sizes.latent,
+      layout,        tile_layout(layout), at,           wanted};
+  dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
+    if (is_default(call)) {
+      launch<P, DefaultShape>(context, a, plan.warps, blocks);
+    } else {
+      launch<P, WideShape>(context, a, plan.warps, blocks);
+    }
+  });
+  if (!wanted.any()) return;
+  const std::int64_t weight_bytes =
+      std::int64_t{layout.groups} * (kind == PackedKind::half ? 8 : 16);
+  finish_gradients(context, call, layout, at, static_cast<int>(blocks), sums.data(),
+                   reinterpret_cast<const float*>(memory.data() + weight_bytes));
+}
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,310 @@
+#pragma once
+
+// Matrix products of a warp's 16 rows by mma.sync, operands and results in registers.
+//
+// A Block is 16 rows by 16 columns: lane 4g + t has columns 4t to 4t + 3 of rows g and g + 8. The
+// result of one product is so the left operand of the next one without a shuffle, because the order
+// of the columns in a sum is free, and a row in memory is read and written 16 bytes a lane. Weights
+// are packed to match (pack.cuh).
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/vector.cuh"
+
+namespace fusewise::cuda::autoencoder {
+
+struct Block {
+  float v[2][4];
+
+  __device__ __forceinline__ void fill(float value) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[r][i] = value;
+    }
+  }
+  /// The same four values in both rows.
+  __device__ __forceinline__ void fill(float4 row) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      v[r][0] = row.x, v[r][1] = row.y, v[r][2] = row.z, v[r][3] = row.w;
+    }
+  }
+  __device__ __forceinline__ void add(const Block& other) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[r][i] += other.v[r][i];
+    }
+  }
+};
+
+__device__ __forceinline__ void mma_tf32(float& c0, float& c1, float& c2, float& c3, unsigned a0,
+                                         unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                         unsigned b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+/// Half of the last bit that TF32 keeps: the tensor cores drop the bits below it, so that adding
+/// this first rounds to nearest.
+constexpr unsigned kTf32Half = 0x1000u;
+constexpr unsigned kTf32Mask = 0xffffe000u;
+
+__device__ __forceinline__ unsigned round_to_tf32(float value) {
+  return __float_as_uint(value) + kTf32Half;
+}
+
+/// value = high + low, high exact in TF32.
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  high = (__float_as_uint(value) + kTf32Half) & kTf32Mask;
+  low = __float_as_uint(value - __uint_as_float(high));
+}
+
+/// Both halves of a float32 as TF32, three products for one: as accurate as float32 units.
+struct ExactProducts {
+  using Weight = float;
+  static constexpr bool kExact = true;
+  struct Operand {
+    unsigned high[2][4], low[2][4];
+  };
+  static __device__ __forceinline__ Operand operand(const Block& b) {
+    Operand o;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) split(b.v[r][i], o.high[r][i], o.low[r][i]);
+    }
+    return o;
+  }
+  /// Columns 8 * half_block and on of a block of results.
+  static __device__ __forceinline__ void multiply(Block& c, int half_block, const Operand& a,
+                                                  float4 w) {
+    const int n = 2 * half_block;
+    unsigned high[4], low[4];
+    split(w.x, high[0], low[0]);
+    split(w.y, high[1], low[1]);
+    split(w.z, high[2], low[2]);
+    split(w.w, high[3], low[3]);
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+      mma_tf32(c.v[0][n], c.v[0][n + 1], c.v[1][n], c.v[1][n + 1], a.low[0][k], a.low[1][k],
+               a.low[0][k + 1], a.low[1][k + 1], high[k], high[k + 1]);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+      mma_tf32(c.v[0][n], c.v[0][n + 1], c.v[1][n], c.v[1][n + 1], a.high[0][k], a.high[1][k],
+               a.high[0][k + 1], a.high[1][k + 1], low[k], low[k + 1]);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+      mma_tf32(c.v[0][n], c.v[0][n + 1], c.v[1][n], c.v[1][n + 1], a.high[0][k], a.high[1][k],
+               a.high[0][k + 1], a.high[1][k + 1], high[k], high[k + 1]);
+    }
+  }
+};
+
+/// Operands rounded to TF32. Weights were rounded when they were packed.
+struct Tf32Products {
+  using Weight = float;
+  static constexpr bool kExact = false;
+  struct Operand {
+    unsigned value[2][4];
+  };
+  static __device__ __forceinline__ Operand operand(const Block& b) {
+    Operand o;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o.value[r][i] = round_to_tf32(b.v[r][i]);
+    }
+    return o;
+  }
+  static __device__ __forceinline__ void multiply(Block& c, int half_block, const Operand& a,
+                                                  float4 w) {
+    const int n = 2 * half_block;
+    mma_tf32(c.v[0][n], c.v[0][n + 1], c.v[1][n], c.v[1][n + 1], a.value[0][0], a.value[1][0],
+             a.value[0][1], a.value[1][1], __float_as_uint(w.x), __float_as_uint(w.y));
+    mma_tf32(c.v[0][n], c.v[0][n + 1], c.v[1][n], c.v[1][n + 1], a.value[0][2], a.value[1][2],
+             a.value[0][3], a.value[1][3], __float_as_uint(w.z), __float_as_uint(w.w));
+  }
+};
+
+__device__ __forceinline__ unsigned pack_pair(__half, float a, float b) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  return reinterpret_cast<const unsigned&>(pair);
+}
+__device__ __forceinline__ unsigned pack_pair(__nv_bfloat16, float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return reinterpret_cast<const unsigned&>(pair);
+}
+
+/// Operands as float16 or bfloat16.
+template <typename T>
+struct HalfProducts {
+  using Weight = T;
+  static constexpr bool kExact = false;
+  struct Operand {
+    unsigned pair[2][2];
+  };
+  static __device__ __forceinline__ Operand operand(const Block& b) {
+    Operand o;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      o.pair[r][0] = pack_pair(T{}, b.v[r][0], b.v[r][1]);
+      o.pair[r][1] = pack_pair(T{}, b.v[r][2], b.v[r][3]);
+    }
+    return o;
+  }
+  static __device__ __forceinline__ void multiply(Block& c, int half_block, const Operand& a,
+                                                  uint2 w) {
+    const int n = 2 * half_block;
+    if constexpr (std::is_same_v<T, __half>) {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c.v[0][n]), "+f"(c.v[0][n + 1]), "+f"(c.v[1][n]), "+f"(c.v[1][n + 1])
+          : "r"(a.pair[0][0]), "r"(a.pair[1][0]), "r"(a.pair[0][1]), "r"(a.pair[1][1]), "r"(w.x),
+            "r"(w.y));
+    } else {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c.v[0][n]), "+f"(c.v[0][n + 1]), "+f"(c.v[1][n]), "+f"(c.v[1][n + 1])
+          : "r"(a.pair[0][0]), "r"(a.pair[1][0]), "r"(a.pair[0][1]), "r"(a.pair[1][1]), "r"(w.x),
+            "r"(w.y));
+    }
+  }
+};
+
+// ---- rows in memory
+
+template <typename T>
+__device__ __forceinline__ float4 to_floats(uint2 bits) {
+  const T* h = reinterpret_cast<const T*>(&bits);
+  return {to_accumulator<float>(h[0]), to_accumulator<float>(h[1]), to_accumulator<float>(h[2]),
+          to_accumulator<float>(h[3])};
+}
+
+/// Four neighbouring values that no kernel writes while this one runs.
+__device__ __forceinline__ float4 load_four(const float* p) {
+  const Vector<float> v = load_once(p);
+  return {v.values[0], v.values[1], v.values[2], v.values[3]};
+}
+template <typename T>
+__device__ __forceinline__ float4 load_four(const T* p) {
+  uint2 bits;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(bits.x), "=r"(bits.y)
+               : "l"(p));
+  return to_floats<T>(bits);
+}
+/// Four that this kernel itself wrote.
+__device__ __forceinline__ float4 load_four(float* p) {
+  return *reinterpret_cast<const float4*>(p);
+}
+template <typename T>
+__device__ __forceinline__ float4 load_four(T* p) {
+  return to_floats<T>(*reinterpret_cast<const uint2*>(p));
+}
+
+__device__ __forceinline__ void store_four(float* p, const float (&v)[4]) {
+  __stcs(reinterpret_cast<float4*>(p), make_float4(v[0], v[1], v[2], v[3]));
+}
+template <typename T>
+__device__ __forceinline__ void store_four(T* p, const float (&v)[4]) {
+  __stcs(reinterpret_cast<uint2*>(p),
+         make_uint2(pack_pair(T{}, v[0], v[1]), pack_pair(T{}, v[2], v[3])));
+}
+
+/// Columns [column, column + 4) of a row that has `columns`; zero beyond. kWhole: no column is
+/// missing and the address allows vectors.
+template <bool kWhole, typename T>
+__device__ __forceinline__ void load_row(float (&v)[4], T* row, int column, int columns) {
+  if constexpr (kWhole) {
+    const float4 four = load_four(row + column);
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = column + i < columns ? to_accumulator<float>(row[column + i]) : 0.f;
+    }
+  }
+}
+template <bool kWhole, typename T>
+__device__ __forceinline__ void store_row(T* row, const float (&v)[4], int column, int columns) {
+  if constexpr (kWhole) {
+    store_four(row + column, v);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (column + i < columns) row[column + i] = from_accumulator<T>(v[i]);
+    }
+  }
+}
+
+/// Over the four lanes that share a row.
+__device__ __forceinline__ float row_sum(float value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// ---- GELU
+
+__device__ __forceinline__ float fast_exp2(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+__device__ __forceinline__ float fast_reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+/// exp(-z*z/2) and the normal distribution's integral up to z. Not exact: erf by a polynomial whose
+/// error is 1.5e-7 (Abramowitz and Stegun 7.1.26), below what TF32 and halves resolve.
+template <bool kExact>
+__device__ __forceinline__ float normal_integral(float z, float& bell) {
+  constexpr float kRootHalf = 0.70710678118654752f;
+  if constexpr (kExact) {
+    bell = expf(-0.5f * z * z);
+    return 0.5f * (1.f + erff(z * kRootHalf));
+  } else {
+    const float t = fast_reciprocal(fmaf(0.3275911f * kRootHalf, fabsf(z), 1.f));
+    bell = fast_exp2(-0.72134752f * z * z);
+    float p = fmaf(1.061405429f, t, -1.453152027f);
+    p = fmaf(p, t, 1.421413741f);
+    p = fmaf(p, t, -0.284496736f);
+    p = fmaf(p, t, 0.254829592f);
+    const float tail = 0.5f * p * t * bell;
+    return z < 0.f ? tail : 1.f - tail;
+  }
+}
+
+template <bool kExact>
+__device__ __forceinline__ float gelu(float z) {
+  float bell;
+  return z * normal_integral<kExact>(z, bell);
+}
+
+template <bool kExact>
+__device__ __forceinline__ float gelu_and_slope(float z, float& slope) {
+  constexpr float kInverseRootTwoPi = 0.39894228040143268f;
+  float bell;
+  const float integral = normal_integral<kExact>(z, bell);
+  slope = fmaf(z * kInverseRootTwoPi, bell, integral);
+  return z * integral;
+}
+
+template <bool kExact>
+__device__ __forceinline__ void gelu(Block& b) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b.v[r][i] = gelu<kExact>(b.v[r][i]);
+  }
+}
+
+}  // namespace fusewise::cuda::autoencoder

@@ -1,0 +1,203 @@
+// The parameters, folded and packed for the fused kernels: normalised basis, LayerNorm's affine
+// part inside Linear, decoder times basis. Reads each parameter a few times, writes some 100 KB.
+// Bound by latency: a block makes one row of a matrix; four share a basis vector.
+
+#include "cuda/autoencoder/fragments.cuh"
+#include "cuda/autoencoder/pack.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
+
+namespace fusewise::cuda::autoencoder {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kParts = 4;     // blocks that share a basis vector
+constexpr int kDotLanes = 8;  // lanes that share an element of decoder times basis
+
+template <typename W, typename E>
+struct Packing {
+  AutoencoderTensors<const void*> parameters;
+  PackedLayout layout;
+  int n_mels, frames, latent, slice_latent;
+  bool backward;
+  E* weights;
+  float* floats;
+
+  static __device__ __forceinline__ float read(const void* tensor, long long i) {
+    return to_accumulator<float>(static_cast<const W*>(tensor)[i]);
+  }
+};
+
+/// Where output n, input k of a packed matrix lies; fragments.cuh says why.
+__device__ __forceinline__ int position(int n, int k, int input_blocks) {
+  const int r = n & 15, tile = 2 * (n >> 4) + ((r >> 1) & 1), g = 2 * (r >> 2) + (r & 1);
+  const int lane = 4 * g + ((k & 15) >> 2);
+  return 4 * ((tile * input_blocks + (k >> 4)) * 32 + lane) + (k & 3);
+}
+
+template <typename E, bool kRound>
+__device__ __forceinline__ E packed_value(float value) {
+  if constexpr (kRound) {
+    // Infinity and NaN would turn into something else.
+    return isfinite(value) ? __uint_as_float(round_to_tf32(value) & kTf32Mask) : value;
+  } else {
+    return from_accumulator<E>(value);
+  }
+}
+
+/// One row of a Linear behind a LayerNorm: weights times the norm's, bias plus weights times its
+/// bias.
+template <typename W, typename E, bool kRound>
+__device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inputs,
+                            const void* weight, const void* bias, const void* norm_weight,
+                            const void* norm_bias, int output_blocks, int input_blocks, int at,
+                            int transposed_at, float* packed_bias) {
+  float shift = 0;
+  for (int k = threadIdx.x; k < 16 * input_blocks; k += blockDim.x) {
+    float value = 0;
+    if (n < outputs && k < inputs) {
+      const float w = p.read(weight, static_cast<long long>(n) * inputs + k);
+      value = w * p.read(norm_weight, k);
+      shift += w * p.read(norm_bias, k);
+    }
+    const E e = packed_value<E, kRound>(value);
+    p.weights[4 * at + position(n, k, input_blocks)] = e;
+    if (p.backward) p.weights[4 * transposed_at + position(k, n, output_blocks)] = e;
+  }
+  __shared__ float parts[kThreads / 32];
+  shift = warp_sum(shift);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = shift;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float sum = n < outputs ? p.read(bias, n) : 0.f;
+    for (int i = 0; i < kThreads / 32; ++i) sum += parts[i];
+    packed_bias[n] = sum;
+  }
+}
+
+template <typename W, typename E, bool kRound>
+__device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) {
+  const PackedLayout& y = p.layout;
+  const int width = p.frames * p.slice_latent;
+  __shared__ float parts[kThreads / 32], inverse;
+  float squares = 0;
+  for (int k = threadIdx.x; k < width; k += blockDim.x) {
+    const float value =
+        l < p.latent ? p.read(p.parameters.basis, static_cast<long long>(l) * width + k) : 0.f;
+    row[k] = value;
+    squares += value * value;
+  }
+  squares = warp_sum(squares);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = squares;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float sum = 0;
+    for (int i = 0; i < kThreads / 32; ++i) sum += parts[i];
+    const float norm = sqrtf(sum);
+    // Not fmaxf, which would swallow NaN.
+    inverse = 1.f / (norm < 1e-12f ? 1e-12f : norm);
+    if (part == 0) p.floats[y.inverse_norm + l] = inverse;
+  }
+  __syncthreads();
+  const int padded_slices = 16 * y.slices, project = PackedLayout::matrix(y.latents, y.slices);
+  if (part == 0) {
+    for (int i = threadIdx.x; i < p.frames * padded_slices; i += blockDim.x) {
+      const int f = i / padded_slices, s = i - f * padded_slices;
+      const float value = s < p.slice_latent ? row[f * p.slice_latent + s] * inverse : 0.f;
+      const E e = packed_value<E, kRound>(value);
+      p.weights[4 * (y.project + f * project) + position(l, s, y.slices)] = e;
+      if (p.backward) {
+        p.weights[4 * (y.project_transposed + f * project) + position(s, l, y.latents)] = e;
+      }
+    }
+  }
+  const int padded_mels = 16 * y.mels, decode = PackedLayout::matrix(y.mels, y.latents);
+  const int lane = threadIdx.x % kDotLanes;
+  const int count = p.frames * padded_mels, step = kParts * kThreads / kDotLanes;
+  // Whole warps stay together for the sum.
+  for (int first = part * (kThreads / kDotLanes); first < count; first += step) {
+    const int i = first + threadIdx.x / kDotLanes;
+    const int f = i / padded_mels, m = i - f * padded_mels;
+    const bool real = i < count && m < p.n_mels;
+    float sum = 0;
+    if (real) {
+      const long long at = static_cast<long long>(m) * p.slice_latent;
+#pragma unroll 8
+      for (int s = lane; s < p.slice_latent; s += kDotLanes) {
+        sum += p.read(p.parameters.decoder_weight, at + s) * row[f * p.slice_latent + s];
+      }
+    }
+    sum = warp_sum(sum, kDotLanes) * inverse;
+    if (i >= count || lane != 0) continue;
+    const E e = packed_value<E, kRound>(real ? sum : 0.f);
+    p.weights[4 * (y.decode + f * decode) + position(m, l, y.latents)] = e;
+    if (p.backward) {
+      p.weights[4 * (y.decode_transposed + f * decode) + position(l, m, y.mels)] = e;
+    }
+  }
+}
+
+template <typename W, typename E, bool kRound>
+__global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ Packing<W, E> p) {
+  extern __shared__ float row[];
+  allow_next_kernel();
+  const PackedLayout& y = p.layout;
+  const auto& q = p.parameters;
+  int b = blockIdx.x;
+  const int basis = kParts * 16 * y.latents, encoder = 16 * y.slices, mid = 16 * y.latents;
+  if (b < basis) return pack_basis<W, E, kRound>(p, b / kParts, b % kParts, row);
+  b -= basis;
+  if (b < encoder) {
+    return pack_linear<W, E, kRound>(p, b, p.slice_latent, p.n_mels, q.encoder_weight,
+                                     q.encoder_bias, q.norm_weight, q.norm_bias, y.slices, y.mels,
+                                     y.encode, y.encode_transposed, p.floats + y.encode_bias);
+  }
+  b -= encoder;
+  if (b < mid) {
+    return pack_linear<W, E, kRound>(p, b, p.latent, p.latent, q.mid_weight, q.mid_bias,
+                                     q.mid_norm_weight, q.mid_norm_bias, y.latents, y.latents,
+                                     y.mid, y.mid_transposed, p.floats + y.mid_bias);
+  }
+  for (int m = threadIdx.x; m < 16 * y.mels; m += blockDim.x) {
+    p.floats[y.decode_bias + m] = m < p.n_mels ? p.read(q.decoder_bias, m) : 0.f;
+  }
+}
+
+template <typename W, typename E, bool kRound>
+void launch(const Context& context, const AutoencoderSizes& sizes,
+            const AutoencoderTensors<const void*>& parameters, bool backward,
+            const PackedLayout& layout, void* packed) {
+  E* weights = static_cast<E*>(packed);
+  const Packing<W, E> p{parameters,
+                        layout,
+                        sizes.n_mels,
+                        sizes.frames,
+                        sizes.latent,
+                        sizes.slice_latent,
+                        backward,
+                        weights,
+                        reinterpret_cast<float*>(weights + std::int64_t{4} * layout.groups)};
+  const std::int64_t blocks = 16 * (std::int64_t{kParts + 1} * layout.latents + layout.slices) + 1;
+  const std::size_t shared = sizeof(float) * sizes.frames * sizes.slice_latent;
+  launch_kernel({context, blocks, kThreads, shared}, "packing the autoencoder's weights",
+                pack_kernel<W, E, kRound>, p);
+}
+
+}  // namespace
+
+void pack_weights(const Context& context, const AutoencoderSizes& sizes,
+                  const AutoencoderTensors<const void*>& parameters, DType parameter_dtype,
+                  DType dtype, PackedKind kind, bool backward, const PackedLayout& layout,
+                  void* packed) {
+  if (kind == PackedKind::f32) {
+    return launch<float, float, false>(context, sizes, parameters, backward, layout, packed);
+  }
+  if (kind == PackedKind::tf32) {
+    return launch<float, float, true>(context, sizes, parameters, backward, layout, packed);
+  }
+  dispatch_short_dtypes(dtype, parameter_dtype, [&]<typename T, typename W>(T, W) {
+    launch<W, T, false>(context, sizes, parameters, backward, layout, packed);
+  });
+}
+
+}  // namespace fusewise::cuda::autoencoder
