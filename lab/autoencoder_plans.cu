@@ -19,6 +19,7 @@
 #include "cuda/autoencoder/backward.cuh"
 #include "cuda/autoencoder/forward.cuh"
 #include "cuda/autoencoder/general.cuh"
+#include "cuda/autoencoder/rows.cuh"
 #include "cuda/cuda_error.h"
 #include "cuda/device.h"
 #include "cuda/vector.cuh"
@@ -389,14 +390,15 @@ struct Problem {
     double error = 0, plain_error = 0, scale = 0;
     for (std::size_t i = 0; i < want.size(); ++i) {
       const double e = std::abs(values[i] - want[i]);
-      error = !(e <= error) ? e : error;
+      error = !(e <= error) && !std::isnan(error) ? e : error;
       plain_error = std::max(plain_error, std::abs(double(plain[i]) - want[i]));
       scale = std::max(scale, std::abs(want[i]));
     }
     const double allowed =
         mode.loose > 0 ? mode.loose * scale + 1e-12 : 2 * plain_error + 4 * 1.1920929e-7 * scale;
-    if (!(error <= allowed)) ++failures;
-    return error / allowed;
+    // The scale here is the largest value, not the larger sum of |terms|: hence some more.
+    if (!(error <= 1.5 * allowed)) ++failures;
+    return error == 0 ? 0 : error / allowed;
   }
 };
 
@@ -497,12 +499,15 @@ void check_nan_row(const Problem& p, const char* name, const Forward& run) {
   run(call);
   check_cuda(cudaDeviceSynchronize(), name);
   const auto out = download(p.out, p.x.size(), p.mode.dtype);
-  bool right = true;
+  std::int64_t missing = 0, spread = 0;
   for (std::size_t i = 0; i < out.size(); ++i) {
-    right = right && std::isnan(out[i]) == (static_cast<std::int64_t>(i / width) == bad);
+    const bool is = std::isnan(out[i]), should = static_cast<std::int64_t>(i / width) == bad;
+    missing += should && !is;
+    spread += is && !should;
   }
-  if (!right) ++failures;
-  std::printf("  %-28s NaN row %s\n", name, right ? "stays alone" : "SPREADS");
+  if (missing + spread > 0) ++failures;
+  std::printf("  %-28s NaN row: %lld values not NaN, %lld in other rows\n", name,
+              static_cast<long long>(missing), static_cast<long long>(spread));
   cudaFree(gx);
 }
 
@@ -583,12 +588,14 @@ int main(int argc, char** argv) {
         const auto want = reference<double>(sizes, p.parameters, p.x, nullptr, nullptr, nullptr);
         const auto plain = reference<float>(sizes, p.parameters, p.x, nullptr, nullptr, nullptr);
         if (autoencoder_fused_declines(context, p.forward()).empty()) {
+          check_forward(p, "chosen", want, plain, fused);
           check_forward(p, "alone, L1", want, plain, planned({8, 1, false}));
           check_forward(p, "together, L1", want, plain, planned({8, 8, false}));
           check_forward(p, "alone, shared memory", want, plain, planned({8, 1, true}));
-          check_nan_row(p, "alone, L1", planned({8, 1, false}));
-          check_backward(p, "8 warps", planned_back({8}));
-          if (!small) check_backward(p, "2 warps", planned_back({2}));
+          check_forward(p, "together, shared memory", want, plain, planned({5, 5, true}));
+          check_nan_row(p, "chosen", fused);
+          check_backward(p, "chosen", fused);
+          if (!small) check_backward(p, "2 warps, L1", planned_back({2, false}));
         }
         if (sizes.rows < 1000) {
           check_forward(p, "general", want, plain, general);
@@ -601,10 +608,25 @@ int main(int argc, char** argv) {
     return failures != 0;
   }
 
+  if (what == "profile") {  // one call each way, for a profiler
+    for (const Mode& mode : kModes) {
+      if (only != mode.name) continue;
+      const Problem p({65536, 64, 5, 32, 64}, mode);
+      auto forward = p.forward();
+      forward.out = p.out;
+      fused(forward);
+      auto backward = p.backward();
+      backward.d_out = p.g_dout;
+      fused(backward);
+      check_cuda(cudaDeviceSynchronize(), "profile");
+    }
+    return 0;
+  }
+
   for (const Mode& mode : kModes) {
     if (mode.dtype == DType::f64 || mode.parameters != mode.dtype) continue;
     if (!only.empty() && only != mode.name) continue;
-    for (std::int64_t rows : {1, 32, 512, 2048, 4096, 16384, 65536}) {
+    for (std::int64_t rows : {1, 512, 4096, 16384, 65536}) {
       const AutoencoderSizes sizes{rows, 64, 5, 32, 64};
       AutoencoderSizes little = sizes;
       little.rows = 16;
@@ -616,6 +638,8 @@ int main(int argc, char** argv) {
       check_cuda(cudaMalloc(&y, bytes * sets), "y");
       check_cuda(cudaMalloc(&d, bytes * sets), "d");
       float *small, *d_score;
+      void* small_memory;
+      check_cuda(cudaMalloc(&small_memory, 1 << 20), "packed");
       check_cuda(cudaMalloc(&small, rows * 32 * 4), "z");
       check_cuda(cudaMalloc(&d_score, rows * 4), "d_score");
       // Random rows, over and over.
@@ -671,9 +695,9 @@ int main(int argc, char** argv) {
       });
       std::printf("\n    plans:");
       for (const auto& plan :
-           {AutoencoderForwardPlan{8, 1, false}, AutoencoderForwardPlan{4, 1, false},
-            AutoencoderForwardPlan{8, 1, true}, AutoencoderForwardPlan{8, 8, false},
-            AutoencoderForwardPlan{5, 5, false}}) {
+           {AutoencoderForwardPlan{16, 1, false}, AutoencoderForwardPlan{12, 1, true},
+            AutoencoderForwardPlan{16, 1, true}, AutoencoderForwardPlan{10, 10, false},
+            AutoencoderForwardPlan{5, 5, true}, AutoencoderForwardPlan{10, 10, true}}) {
         char name[64];
         std::snprintf(name, sizeof name, "%dw/%d%s", plan.warps, plan.group,
                       plan.staged ? " staged" : "");
@@ -682,8 +706,13 @@ int main(int argc, char** argv) {
       for (int warps : {1, 2, 4, 8}) {
         char name[64];
         std::snprintf(name, sizeof name, "back %dw", warps);
-        show(name, [&](int i) { planned_back({warps})(backward(i, 0)); });
+        show(name, [&](int i) { planned_back({warps, true})(backward(i, 0)); });
       }
+      show("pack", [&](int) {
+        const auto kind = autoencoder::packed_kind(mode.dtype, mode.tf32);
+        autoencoder::pack_weights(context, sizes, p.tensors, mode.parameters, mode.dtype, kind,
+                                  false, autoencoder::packed_layout(sizes, false), small_memory);
+      });
       show("back, dx only", [&](int i) {
         auto call = backward(i, 0);
         call.gradients = {};
@@ -696,6 +725,7 @@ int main(int argc, char** argv) {
       cudaFree(d);
       cudaFree(small);
       cudaFree(d_score);
+      cudaFree(small_memory);
     }
   }
 }

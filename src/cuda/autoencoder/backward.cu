@@ -9,6 +9,7 @@
 #include "common/scratch.h"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/rows.cuh"
+#include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
 
 namespace fusewise::cuda {
@@ -59,7 +60,7 @@ __device__ __forceinline__ int tile_at(int row, int column, int columns) {
 template <int kBlocks>
 __device__ __forceinline__ void put(float* tile, int columns, const Block (&blocks)[kBlocks],
                                     int count, int first_column) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, row = warp_index() * 16 + lane / 4, t = lane % 4;
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     if (b >= count) break;
@@ -72,36 +73,49 @@ __device__ __forceinline__ void put(float* tile, int columns, const Block (&bloc
   }
 }
 
-/// c += a^T b over eight rows, for 16 columns of a and 8 of b.
-template <bool kExact>
-struct RowProduct {
-  unsigned a_high[4], a_low[4];
-
-  __device__ __forceinline__ void take(const float (&a)[4]) {
+/// c[j] += a^T b over eight rows, for 16 columns of a and 8 * kTiles of b. Terms of one result are
+/// kept apart, as each waits for the one before it.
+template <bool kExact, int kTiles>
+__device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float (&a)[4],
+                                              const float (&b)[kTiles][2]) {
+  unsigned a_high[4], b_high[kTiles][2];
+  if constexpr (kExact) {
+    unsigned a_low[4], b_low[kTiles][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (kExact) {
-        split(a[i], a_high[i], a_low[i]);
-      } else {
-        a_high[i] = round_to_tf32(a[i]);
-      }
+      a_high[i] = __float_as_uint(a[i]);
+      a_low[i] = dropped(a[i]);
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      split(b[j][0], b_high[j][0], b_low[j][0]);
+      split(b[j][1], b_high[j][1], b_low[j][1]);
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      mma_tf32(c[j][0], c[j][1], c[j][2], c[j][3], a_low[0], a_low[1], a_low[2], a_low[3],
+               b_high[j][0], b_high[j][1]);
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      mma_tf32(c[j][0], c[j][1], c[j][2], c[j][3], a_high[0], a_high[1], a_high[2], a_high[3],
+               b_low[j][0], b_low[j][1]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a_high[i] = round_to_tf32(a[i]);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      b_high[j][0] = round_to_tf32(b[j][0]);
+      b_high[j][1] = round_to_tf32(b[j][1]);
     }
   }
-  __device__ __forceinline__ void multiply(float (&c)[4], float b0, float b1) const {
-    if constexpr (kExact) {
-      unsigned high[2], low[2];
-      split(b0, high[0], low[0]);
-      split(b1, high[1], low[1]);
-      mma_tf32(c[0], c[1], c[2], c[3], a_low[0], a_low[1], a_low[2], a_low[3], high[0], high[1]);
-      mma_tf32(c[0], c[1], c[2], c[3], a_high[0], a_high[1], a_high[2], a_high[3], low[0], low[1]);
-      mma_tf32(c[0], c[1], c[2], c[3], a_high[0], a_high[1], a_high[2], a_high[3], high[0],
-               high[1]);
-    } else {
-      mma_tf32(c[0], c[1], c[2], c[3], a_high[0], a_high[1], a_high[2], a_high[3],
-               round_to_tf32(b0), round_to_tf32(b1));
-    }
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+    mma_tf32(c[j][0], c[j][1], c[j][2], c[j][3], a_high[0], a_high[1], a_high[2], a_high[3],
+             b_high[j][0], b_high[j][1]);
   }
-};
+}
 
 /// sum[m][n] += sum over the tile's rows of column a + m times column b + n, m < 16 * a_blocks,
 /// n < 16 * b_blocks, and where `bias` is given, bias[m] += the sum of column a + m. `job` is the
@@ -134,15 +148,16 @@ __device__ __forceinline__ void add_products(const float* tile, int columns, int
       const int left = (a + m + g) ^ turn, right = (a + m + g + 8) ^ turn;
       const float av[4] = {tile[upper + left], tile[upper + right], tile[lower + left],
                            tile[lower + right]};
-      RowProduct<kExact> product;
-      product.take(av);
       row_sums[0] += av[0] + av[2];
       row_sums[1] += av[1] + av[3];
+      float bv[kTiles][2];
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
         const int column = (b + n + 8 * j + g) ^ turn;
-        product.multiply(c[j], tile[upper + column], tile[lower + column]);
+        bv[j][0] = tile[upper + column];
+        bv[j][1] = tile[lower + column];
       }
+      multiply_rows<kExact>(c, av, bv);
     }
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -165,35 +180,116 @@ __device__ __forceinline__ void add_products(const float* tile, int columns, int
   job -= jobs;
 }
 
+/// The packed weights of a block. Staged: what all frames share lies in shared memory, and what is
+/// a frame's own comes in turns into two buffers, one step ahead. Else all is read through L1.
+template <typename P, bool kStaged>
+class WeightStream {
+ public:
+  using Source = Weights<P, kStaged>;
+  using Group = typename Source::Group;
+
+  __device__ __forceinline__ WeightStream(const Arguments& a, unsigned char* shared)
+      : packed_(static_cast<const Group*>(a.packed)), room_(a.layout.decode_step) {
+    const PackedLayout& y = a.layout;
+    room_ = max(room_, y.project_step);
+    if constexpr (kStaged) {
+      Group* groups = reinterpret_cast<Group*>(shared);
+      float* floats = reinterpret_cast<float*>(groups + y.resident + 2 * room_);
+      copy(groups, packed_, y.resident);
+      copy(floats, reinterpret_cast<const float*>(packed_ + y.groups), y.floats);
+      resident_ = {groups, floats};
+      buffers_ = groups + y.resident;
+    } else {
+      resident_ = {packed_, reinterpret_cast<const float*>(packed_ + y.groups)};
+    }
+  }
+  static std::int64_t shared_bytes(const PackedLayout& y) {
+    return std::int64_t{sizeof(Group)} *
+               (y.resident + 2 * std::max(y.decode_step, y.project_step)) +
+           4 * y.floats;
+  }
+
+  __device__ __forceinline__ const Source& resident() const { return resident_; }
+
+  /// Sends for a frame's weights, to be used in the next step.
+  __device__ __forceinline__ void fetch(int begin, int count) {
+    if constexpr (kStaged) copy(buffers_ + (1 - turn_) * room_, packed_ + begin, count);
+  }
+  /// By the whole block: what was sent for is there, and what was used before is not needed.
+  __device__ __forceinline__ void advance() {
+    if constexpr (kStaged) {
+      wait_for_copies();
+      __syncthreads();
+      turn_ = 1 - turn_;
+    }
+  }
+  /// The weights sent for before; those that lie at `begin` in the packed ones come first.
+  __device__ __forceinline__ Source current() const {
+    if constexpr (kStaged) {
+      return {buffers_ + turn_ * room_, resident_.floats};
+    } else {
+      return resident_;
+    }
+  }
+  __device__ __forceinline__ int place(int begin) const { return kStaged ? 0 : begin; }
+
+ private:
+  template <typename Element>
+  __device__ __forceinline__ void copy(Element* to, const Element* from, int count) {
+    const int vectors = count * static_cast<int>(sizeof(Element)) / 16;
+    for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
+      copy_vector(reinterpret_cast<uint4*>(to) + i, reinterpret_cast<const uint4*>(from) + i);
+    }
+  }
+
+  const Group* packed_;
+  Source resident_;
+  Group* buffers_ = nullptr;
+  int room_, turn_ = 0;
+};
+
 template <typename T, typename P, typename Shape>
 __global__ void __launch_bounds__(32 * kMostWarps, 1)
     backward_kernel(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(16) float tile[];
+  // Unpadded sizes and the staging of weights come together: both are for the default model.
+  constexpr bool kStaged = Shape::kWhole;
+  extern __shared__ __align__(16) unsigned char shared[];
+  float* tile = reinterpret_cast<float*>(shared);
   const PackedLayout& y = a.layout;
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int warp = warp_index(), warps = blockDim.x / 32, lane = threadIdx.x % 32;
   const int mels = Shape::kWhole ? Shape::kMels : y.mels;
   const int latents = Shape::kWhole ? Shape::kLatents : y.latents;
   const int n_mels = Shape::kWhole ? 16 * Shape::kMels : a.n_mels;
   const int latent = Shape::kWhole ? 16 * Shape::kLatents : a.latent;
-  const int project = PackedLayout::matrix(latents, y.slices);
-  const int decode = PackedLayout::matrix(mels, latents);
   const int columns = a.tile.columns, tile_rows = 16 * warps;
   constexpr int kTiles = 2 * Shape::kChunk;
+  const bool reconstructs = a.d_out != nullptr || a.d_score != nullptr;
+  // The score needs the reconstruction, too.
+  const int decode_groups = a.d_score != nullptr ? y.decode_step : y.decode - y.decode_transposed;
+  const bool to_encoder = a.dx != nullptr || a.wanted.encode || a.wanted.project;
 
   wait_for_previous_kernel();
   allow_next_kernel();
-  Weights<P, false> weights;
-  weights.groups = static_cast<const typename Weights<P, false>::Group*>(a.packed);
-  weights.floats = reinterpret_cast<const float*>(weights.groups + y.groups);
+  WeightStream<P, kStaged> stream(a, shared + sizeof(float) * tile_rows * columns);
+  stream.fetch(y.project, y.project_step);
+  const auto& weights = stream.resident();
   float* sums = a.sums + static_cast<long long>(blockIdx.x) * a.at.floats;
   const long long width = static_cast<long long>(a.frames) * n_mels;
   const float score_scale = 2.f / static_cast<float>(width);
+  const T* x_base = static_cast<const T*>(a.x);
 
+  // A frame of x, later normalised, and of the output's gradient, later of x's. Both are sent for
+  // long before they are used.
+  Block frame[Shape::kMels], gradient[Shape::kMels];
+  long long begin = static_cast<long long>(blockIdx.x) * tile_rows;
+  const long long step = static_cast<long long>(gridDim.x) * tile_rows;
+  RowPair<const T>(x_base, begin + 16 * warp, a.rows, a.x_stride)
+      .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
   bool first = true;  // tile of this block: nothing was summed before
-  for (long long begin = static_cast<long long>(blockIdx.x) * tile_rows; begin < a.rows;
-       begin += static_cast<long long>(gridDim.x) * tile_rows, first = false) {
+  for (; begin < a.rows; begin += step, first = false) {
     const long long row = begin + 16 * warp;
-    const RowPair<const T> x(static_cast<const T*>(a.x), row, a.rows, a.x_stride);
+    const RowPair<const T> x(x_base, row, a.rows, a.x_stride);
+    const RowPair<const T> d_out(static_cast<const T*>(a.d_out), row, a.rows, width);
     const RowPair<T> dx(static_cast<T*>(a.dx), row, a.rows, width);
 
     // Forward, as far as z.
@@ -201,9 +297,16 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) normal[l].fill(0.f);
     for (int f = 0; f < a.frames; ++f) {
-      Block frame[Shape::kMels];
+      stream.advance();
+      if (f + 1 < a.frames) {
+        stream.fetch(y.project + (f + 1) * y.project_step, y.project_step);
+      } else if (reconstructs) {
+        stream.fetch(y.decode_transposed, decode_groups);
+      } else {
+        stream.fetch(y.project_transposed, y.project_step);
+      }
+      const auto own = stream.current();
       float unused[2];
-      x.template load<Shape::kWhole>(frame, 0, mels, static_cast<long long>(f) * n_mels, n_mels);
       normalise<Shape::kWhole>(frame, mels, n_mels, unused);
       for (int chunk = 0; chunk < y.slices; chunk += Shape::kChunk) {
         Block slice[Shape::kChunk];
@@ -212,17 +315,25 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
           slice[j].fill(weights.bias(y.encode_bias, chunk + j));
         }
         multiply_blocks<P>(slice, Shape::kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
+        if (chunk + Shape::kChunk >= y.slices) {
+          // The frame after the last is the first once more, for the way back.
+          x.template load<Shape::kWhole>(
+              frame, 0, mels, static_cast<long long>(f + 1 < a.frames ? f + 1 : 0) * n_mels,
+              n_mels);
+        }
 #pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) gelu<P::kExact>(slice[j]);
+        for (int j = 0; j < Shape::kChunk; ++j) gelu<P::kGeluTerms>(slice[j]);
+        // A sum of its own, added with rounding: the tensor cores drop what does not fit.
         Block part[Shape::kLatents];
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P>(part, latents, slice, Shape::kChunk, weights, y.project + f * project, 0,
-                           chunk, y.slices);
+        multiply_blocks<P>(part, latents, slice, Shape::kChunk, own,
+                           stream.place(y.project + f * y.project_step), 0, chunk, y.slices);
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) normal[l].add(part[l]);
       }
     }
+    if (a.d_out != nullptr) d_out.template load<Shape::kWhole>(gradient, 0, mels, 0, n_mels);
     float mid_inverse_deviation[2];
     normalise<Shape::kWhole>(normal, latents, latent, mid_inverse_deviation);
     Block z[Shape::kLatents], slope[Shape::kLatents], dz[Shape::kLatents];
@@ -239,19 +350,18 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          z[l].v[r][i] = gelu_and_slope<P::kExact>(z[l].v[r][i], slope[l].v[r][i]);
+          z[l].v[r][i] = gelu_and_slope<P::kGeluTerms>(z[l].v[r][i], slope[l].v[r][i]);
         }
       }
     }
     if (a.d_z != nullptr) {
-      RowPair<const T>(static_cast<const T*>(a.d_z), row, a.rows, latent)
-          .template load<Shape::kWhole>(dz, 0, latents, 0, latent);
+      const RowPair<const T> d_z(static_cast<const T*>(a.d_z), row, a.rows, latent);
+      d_z.template load<Shape::kWhole>(dz, 0, latents, 0, latent);
+      d_z.clear_missing(dz, latents);
     }
 
     // Back through the decoder.
-    if (a.d_out != nullptr || a.d_score != nullptr) {
-      if (a.wanted.decode) put(tile, columns, z, latents, a.tile.inner);
-      const RowPair<const T> d_out(static_cast<const T*>(a.d_out), row, a.rows, width);
+    if (reconstructs) {
       float scale[2] = {0.f, 0.f};
       if (a.d_score != nullptr) {
 #pragma unroll
@@ -261,12 +371,20 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       }
       for (int f = 0; f < a.frames; ++f) {
         const long long offset = static_cast<long long>(f) * n_mels;
-        Block dy[Shape::kMels];
+        stream.advance();
+        if constexpr (!kStaged) __syncthreads();
+        if (f + 1 < a.frames) {
+          stream.fetch(y.decode_transposed + (f + 1) * y.decode_step, decode_groups);
+        } else {
+          stream.fetch(y.project_transposed, y.project_step);
+        }
+        const auto own = stream.current();
+        const int transposed = stream.place(y.decode_transposed + f * y.decode_step);
         if (a.d_out != nullptr) {
-          d_out.template load<Shape::kWhole>(dy, 0, mels, offset, n_mels);
+          d_out.clear_missing(gradient, mels);
         } else {
 #pragma unroll
-          for (int m = 0; m < Shape::kMels; ++m) dy[m].fill(0.f);
+          for (int m = 0; m < Shape::kMels; ++m) gradient[m].fill(0.f);
         }
         if (a.d_score != nullptr) {
 #pragma unroll
@@ -275,14 +393,14 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
             Block original[1], result[1];
             x.template load<Shape::kWhole>(original, m, 1, offset, n_mels);
             result[0].fill(weights.bias(y.decode_bias, m));
-            multiply_blocks<P>(result, 1, z, latents, weights, y.decode + f * decode, m, 0,
-                               latents);
+            multiply_blocks<P>(result, 1, z, latents, own,
+                               transposed + y.decode - y.decode_transposed, m, 0, latents);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 const float d = scale[r] * (result[0].v[r][i] - original[0].v[r][i]);
-                dy[m].v[r][i] += d;
+                gradient[m].v[r][i] += d;
                 original[0].v[r][i] = -d;
               }
             }
@@ -292,21 +410,25 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
             }
           }
         }
-        if (a.wanted.decode) put(tile, columns, dy, mels, a.tile.outer);
+        if (a.wanted.decode) {
+          if (f == 0) put(tile, columns, z, latents, a.tile.inner);
+          put(tile, columns, gradient, mels, a.tile.outer);
+        }
         Block part[Shape::kLatents];
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P>(part, latents, dy, mels, weights, y.decode_transposed + f * decode, 0, 0,
-                           mels);
+        multiply_blocks<P>(part, latents, gradient, mels, own, transposed, 0, 0, mels);
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) dz[l].add(part[l]);
+        if (a.d_out != nullptr && f + 1 < a.frames) {
+          d_out.template load<Shape::kWhole>(gradient, 0, mels, offset + n_mels, n_mels);
+        }
         if (a.wanted.decode) {
           __syncthreads();
           int job = warp;
           add_products<P::kExact, 2>(tile, columns, tile_rows, a.tile.outer, mels, a.tile.inner,
                                      latents, sums + a.at.q_decode + f * 256 * mels * latents,
                                      sums + a.at.b_decode, first, first && f == 0, job, warps);
-          __syncthreads();
         }
       }
     }
@@ -328,6 +450,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
                        latents);
     normalise_backward(d_projection, normal, latents, latent, mid_inverse_deviation);
     if (a.wanted.mid) {
+      __syncthreads();
       put(tile, columns, dz, latents, a.tile.hidden);
       put(tile, columns, normal, latents, a.tile.slice);
       __syncthreads();
@@ -335,20 +458,25 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       add_products<P::kExact, 2>(tile, columns, tile_rows, a.tile.hidden, latents, a.tile.slice,
                                  latents, sums + a.at.q_mid, sums + a.at.b_mid, first, first, job,
                                  warps);
-      __syncthreads();
     }
-    if (a.dx == nullptr && !a.wanted.encode && !a.wanted.project) continue;
 
     // Back through the encoder.
-    if (a.wanted.project) put(tile, columns, d_projection, latents, a.tile.inner);
-    for (int f = 0; f < a.frames; ++f) {
+    for (int f = 0; f < a.frames && to_encoder; ++f) {
       const long long offset = static_cast<long long>(f) * n_mels;
-      Block frame[Shape::kMels], d_frame[Shape::kMels];
+      stream.advance();
+      if constexpr (!kStaged) __syncthreads();
+      if (f + 1 < a.frames) {
+        stream.fetch(y.project_transposed + (f + 1) * y.project_step, y.project_step);
+      } else if (begin + step < a.rows) {
+        stream.fetch(y.project, y.project_step);
+      }
+      const auto own = stream.current();
+      const int project = stream.place(y.project_transposed + f * y.project_step);
       float inverse_deviation[2];
-      x.template load<Shape::kWhole>(frame, 0, mels, offset, n_mels);
       normalise<Shape::kWhole>(frame, mels, n_mels, inverse_deviation);
 #pragma unroll
-      for (int m = 0; m < Shape::kMels; ++m) d_frame[m].fill(0.f);
+      for (int m = 0; m < Shape::kMels; ++m) gradient[m].fill(0.f);
+      if (a.wanted.project && f == 0) put(tile, columns, d_projection, latents, a.tile.inner);
       if (a.wanted.encode) put(tile, columns, frame, mels, a.tile.outer);
       for (int chunk = 0; chunk < y.slices; chunk += Shape::kChunk) {
         Block slice[Shape::kChunk], d_slice[Shape::kChunk];
@@ -358,8 +486,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
           d_slice[j].fill(0.f);
         }
         multiply_blocks<P>(slice, Shape::kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
-        multiply_blocks<P>(d_slice, Shape::kChunk, d_projection, latents, weights,
-                           y.project_transposed + f * project, chunk, 0, latents);
+        multiply_blocks<P>(d_slice, Shape::kChunk, d_projection, latents, own, project, chunk, 0,
+                           latents);
 #pragma unroll
         for (int j = 0; j < Shape::kChunk; ++j) {
 #pragma unroll
@@ -367,7 +495,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               float slope_here;
-              slice[j].v[r][i] = gelu_and_slope<P::kExact>(slice[j].v[r][i], slope_here);
+              slice[j].v[r][i] = gelu_and_slope<P::kGeluTerms>(slice[j].v[r][i], slope_here);
               d_slice[j].v[r][i] *= slope_here;
             }
           }
@@ -379,21 +507,27 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
           put(tile, columns, d_slice, Shape::kChunk, a.tile.hidden + 16 * chunk);
         }
         if (a.dx != nullptr) {
-          multiply_blocks<P>(d_frame, mels, d_slice, Shape::kChunk, weights, y.encode_transposed, 0,
-                             chunk, y.slices);
+          multiply_blocks<P>(gradient, mels, d_slice, Shape::kChunk, weights, y.encode_transposed,
+                             0, chunk, y.slices);
         }
       }
       if (a.dx != nullptr) {
-        normalise_backward(d_frame, frame, mels, n_mels, inverse_deviation);
+        normalise_backward(gradient, frame, mels, n_mels, inverse_deviation);
         if (a.d_score != nullptr) {
           // This lane wrote it above.
           dx.template load<Shape::kWhole>(frame, 0, mels, offset, n_mels);
 #pragma unroll
           for (int m = 0; m < Shape::kMels; ++m) {
-            if (m < mels) d_frame[m].add(frame[m]);
+            if (m < mels) gradient[m].add(frame[m]);
           }
         }
-        dx.template store<Shape::kWhole>(d_frame, 0, mels, offset, n_mels);
+        dx.template store<Shape::kWhole>(gradient, 0, mels, offset, n_mels);
+      }
+      if (f + 1 < a.frames) {
+        x.template load<Shape::kWhole>(frame, 0, mels, offset + n_mels, n_mels);
+      } else {
+        RowPair<const T>(x_base, row + step, a.rows, a.x_stride)
+            .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
       }
       if (a.wanted.encode || a.wanted.project) {
         __syncthreads();
@@ -410,10 +544,17 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
                                           sums + a.at.q_project + f * 256 * latents * y.slices,
                                           nullptr, first, false, job, warps);
         }
-        __syncthreads();
       }
     }
+    if (!to_encoder) {
+      // Nothing above took the place of these.
+      stream.advance();
+      stream.fetch(y.project, y.project_step);
+      RowPair<const T>(x_base, row + step, a.rows, a.x_stride)
+          .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
+    }
   }
+  wait_for_copies();
 }
 
 // ---- host
@@ -426,22 +567,30 @@ bool is_default(const AutoencoderBackwardArguments& call) {
          rows_aligned(call.d_z, call.sizes.latent, bytes);
 }
 
-std::int64_t tile_bytes(const AutoencoderSizes& sizes, int warps) {
-  return std::int64_t{64} * warps * tile_layout(packed_layout(sizes, true)).columns;
+/// Shared memory of a block.
+std::int64_t shared_bytes(const AutoencoderBackwardArguments& call, bool staged, int warps) {
+  const PackedLayout layout = packed_layout(call.sizes, true);
+  const std::int64_t tile = std::int64_t{64} * warps * tile_layout(layout).columns;
+  if (!staged) return tile;
+  return tile + (call.dtype == DType::f32
+                     ? WeightStream<Tf32Products, true>::shared_bytes(layout)
+                     : WeightStream<HalfProducts<__half>, true>::shared_bytes(layout));
 }
 
 AutoencoderBackwardPlan plan_for(const Context& context, const AutoencoderBackwardArguments& call) {
-  const DeviceLimits& limits = limits_of(context.device);
+  const std::int64_t most = limits_of(context.device).block_shared_memory;
+  bool staged = is_default(call) && shared_bytes(call, true, 1) <= most;
   int warps = kMostWarps;
-  while (warps > 1 && tile_bytes(call.sizes, warps) > limits.block_shared_memory) warps /= 2;
-  return {warps};
+  while (warps > 1 && shared_bytes(call, staged, warps) > most) warps /= 2;
+  return {warps, staged};
 }
 
 template <typename P, typename Shape>
-void launch(const Context& context, const Arguments& a, int warps, std::int64_t blocks) {
-  const std::size_t shared = std::size_t{64} * warps * a.tile.columns;
-  launch_kernel({context, blocks, 32 * warps, shared, true}, "running the autoencoder backward",
-                backward_kernel<typename P::Weight, P, Shape>, a);
+void launch(const Context& context, const Arguments& a, int warps, std::int64_t blocks,
+            std::int64_t shared) {
+  launch_kernel({context, blocks, 32 * warps, static_cast<std::size_t>(shared), true},
+                "running the autoencoder backward", backward_kernel<typename P::Weight, P, Shape>,
+                a);
 }
 
 }  // namespace
@@ -456,7 +605,7 @@ std::string autoencoder_fused_declines(const Context& context,
   if (!reason.empty()) return reason;
   const std::int64_t most = limits_of(context.device).block_shared_memory;
   if (pack_shared_bytes(call.sizes) > most) return "a basis vector does not fit in shared memory";
-  if (tile_bytes(call.sizes, 1) > most) return "16 rows do not fit in shared memory";
+  if (shared_bytes(call, false, 1) > most) return "16 rows do not fit in shared memory";
   return {};
 }
 
@@ -486,10 +635,11 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
       call.x_stride, sizes.n_mels,        sizes.frames, sizes.latent,
       layout,        tile_layout(layout), at,           wanted};
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
-    if (is_default(call)) {
-      launch<P, DefaultShape>(context, a, plan.warps, blocks);
+    const std::int64_t shared = shared_bytes(call, plan.staged, plan.warps);
+    if (plan.staged) {
+      launch<P, DefaultShape>(context, a, plan.warps, blocks, shared);
     } else {
-      launch<P, WideShape>(context, a, plan.warps, blocks);
+      launch<P, WideShape>(context, a, plan.warps, blocks, shared);
     }
   });
   if (!wanted.any()) return;

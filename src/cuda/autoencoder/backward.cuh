@@ -7,6 +7,7 @@ namespace fusewise::cuda {
 /// How the work is laid out: each warp of a block takes 16 rows at a time.
 struct AutoencoderBackwardPlan {
   int warps;
+  bool staged;  ///< weights in shared memory; only for n_mels 64, latent 32 and aligned rows
 };
 
 /// Recomputes forward and goes back through it in one kernel, behind one that packs the weights;

@@ -16,8 +16,6 @@ namespace fusewise::cuda {
 namespace autoencoder {
 namespace {
 
-constexpr int kMostWarps = 8;
-
 struct Arguments {
   const void* x;
   void *out, *z;
@@ -34,7 +32,7 @@ struct Arguments {
 template <int kBlocks>
 __device__ __forceinline__ void sum_over_warps(Block (&blocks)[kBlocks], int count,
                                                float4* exchange) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int lane = threadIdx.x % 32, warp = warp_index(), warps = blockDim.x / 32;
   __syncthreads();
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
@@ -62,17 +60,35 @@ __device__ __forceinline__ void sum_over_warps(Block (&blocks)[kBlocks], int cou
 }
 
 template <typename T, typename P, typename Shape, bool kStaged>
-__global__ void __launch_bounds__(32 * kMostWarps, Shape::kWhole ? 2 : 1)
+__global__ void __launch_bounds__(32 * Shape::kForwardWarps, 1)
     forward_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(16) unsigned char shared[];
   const PackedLayout& y = a.layout;
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int warp = warp_index(), warps = blockDim.x / 32;
   const int lane = threadIdx.x % 32, t = lane % 4;
   const int mels = Shape::kWhole ? Shape::kMels : y.mels;
   const int latents = Shape::kWhole ? Shape::kLatents : y.latents;
   const int n_mels = Shape::kWhole ? 16 * Shape::kMels : a.n_mels;
   const int latent = Shape::kWhole ? 16 * Shape::kLatents : a.latent;
+  const int chunks = y.slices / Shape::kChunk;
 
+  const bool together = a.group > 1;
+  const int member = together ? warp : 0;
+  const long long tiles = (a.rows + 15) / 16;
+  const long long step = static_cast<long long>(gridDim.x) * (together ? 1 : warps);
+  const long long width = static_cast<long long>(a.frames) * n_mels;
+  long long tile = together ? blockIdx.x : static_cast<long long>(blockIdx.x) * warps + warp;
+  const T* x_base = static_cast<const T*>(a.x);
+  const int first_frame = member / chunks, first_chunk = member - first_frame * chunks;
+
+  // The next frame is on its way while this one is worked on. Nobody writes x while this kernel or
+  // the one before it runs.
+  Block frame[Shape::kMels];
+  if (tile < tiles && first_frame < a.frames) {
+    RowPair<const T>(x_base, 16 * tile, a.rows, a.x_stride)
+        .template load<Shape::kWhole>(frame, 0, mels, static_cast<long long>(first_frame) * n_mels,
+                                      n_mels);
+  }
   wait_for_previous_kernel();
   Weights<P, kStaged> weights;
   using Group = typename Weights<P, kStaged>::Group;
@@ -92,48 +108,48 @@ __global__ void __launch_bounds__(32 * kMostWarps, Shape::kWhole ? 2 : 1)
   }
   weights.floats = reinterpret_cast<const float*>(weights.groups + y.groups);
 
-  const bool together = a.group > 1;
-  const int member = together ? warp : 0;
-  const long long tiles = (a.rows + 15) / 16;
-  const long long step = static_cast<long long>(gridDim.x) * (together ? 1 : warps);
-  const long long width = static_cast<long long>(a.frames) * n_mels;
-  for (long long tile = together ? blockIdx.x : static_cast<long long>(blockIdx.x) * warps + warp;
-       tile < tiles; tile += step) {
-    const RowPair<const T> x(static_cast<const T*>(a.x), 16 * tile, a.rows, a.x_stride);
+  for (; tile < tiles; tile += step) {
+    const RowPair<const T> x(x_base, 16 * tile, a.rows, a.x_stride);
     Block projection[Shape::kLatents];
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) projection[l].fill(0.f);
-    int unit = 0;  // of work, dealt out to the group
-    for (int f = 0; f < a.frames; ++f) {
-      Block frame[Shape::kMels];
-      bool loaded = false;
-      for (int chunk = 0; chunk < y.slices; chunk += Shape::kChunk) {
-        if (together && unit++ % a.group != member) continue;
-        if (!loaded) {
-          float inverse_deviation[2];
-          x.template load<Shape::kWhole>(frame, 0, mels, static_cast<long long>(f) * n_mels,
-                                         n_mels);
-          normalise<Shape::kWhole>(frame, mels, n_mels, inverse_deviation);
-          loaded = true;
-        }
-        Block slice[Shape::kChunk];
-#pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) {
-          slice[j].fill(weights.bias(y.encode_bias, chunk + j));
-        }
-        multiply_blocks<P>(slice, Shape::kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
-#pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) gelu<P::kExact>(slice[j]);
-        // A sum of its own, added with rounding: the tensor cores drop what does not fit.
-        Block part[Shape::kLatents];
-#pragma unroll
-        for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P>(part, latents, slice, Shape::kChunk, weights,
-                           y.project + f * PackedLayout::matrix(latents, y.slices), 0, chunk,
-                           y.slices);
-#pragma unroll
-        for (int l = 0; l < Shape::kLatents; ++l) projection[l].add(part[l]);
+    // Chunks of frames are dealt out to the group.
+    bool fresh = true;
+    for (int f = first_frame, chunk = first_chunk; f < a.frames;) {
+      if (fresh) {
+        float inverse_deviation[2];
+        normalise<Shape::kWhole>(frame, mels, n_mels, inverse_deviation);
       }
+      Block slice[Shape::kChunk];
+#pragma unroll
+      for (int j = 0; j < Shape::kChunk; ++j) {
+        slice[j].fill(weights.bias(y.encode_bias, chunk * Shape::kChunk + j));
+      }
+      multiply_blocks<P>(slice, Shape::kChunk, frame, mels, weights, y.encode,
+                         chunk * Shape::kChunk, 0, mels);
+      int next_frame = f, next_chunk = chunk + (together ? warps : 1);
+      for (; next_chunk >= chunks; next_chunk -= chunks) ++next_frame;
+      fresh = next_frame != f;
+      if (fresh) {
+        const bool here = next_frame < a.frames;
+        if (here || tile + step < tiles) {
+          RowPair<const T>(x_base, 16 * (here ? tile : tile + step), a.rows, a.x_stride)
+              .template load<Shape::kWhole>(
+                  frame, 0, mels, static_cast<long long>(here ? next_frame : first_frame) * n_mels,
+                  n_mels);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < Shape::kChunk; ++j) gelu<P::kGeluTerms>(slice[j]);
+      // A sum of its own, added with rounding: the tensor cores drop what does not fit.
+      Block part[Shape::kLatents];
+#pragma unroll
+      for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
+      multiply_blocks<P>(part, latents, slice, Shape::kChunk, weights,
+                         y.project + f * y.project_step, 0, chunk * Shape::kChunk, y.slices);
+#pragma unroll
+      for (int l = 0; l < Shape::kLatents; ++l) projection[l].add(part[l]);
+      f = next_frame, chunk = next_chunk;
     }
     if (together) sum_over_warps(projection, latents, exchange);
 
@@ -147,7 +163,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, Shape::kWhole ? 2 : 1)
     multiply_blocks<P>(z, latents, projection, latents, weights, y.mid, 0, 0, latents);
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) {
-      if (l < latents) gelu<P::kExact>(z[l]);
+      if (l < latents) gelu<P::kGeluTerms>(z[l]);
     }
     if (a.z != nullptr && member == 0) {
       RowPair<T>(static_cast<T*>(a.z), 16 * tile, a.rows, latent)
@@ -157,11 +173,11 @@ __global__ void __launch_bounds__(32 * kMostWarps, Shape::kWhole ? 2 : 1)
 
     const RowPair<T> out(static_cast<T*>(a.out), 16 * tile, a.rows, width);
     float squares[2] = {0.f, 0.f};
-    unit = 0;
+    int unit = 0;  // of work, dealt out to the group
     for (int f = 0; f < a.frames; ++f) {
       const long long offset = static_cast<long long>(f) * n_mels;
       for (int chunk = 0; chunk < mels; chunk += Shape::kChunk) {
-        if (together && unit++ % a.group != member) continue;
+        if (together && unit++ % warps != member) continue;
         Block original[Shape::kChunk], result[Shape::kChunk];
         if (a.score != nullptr) {
           x.template load<Shape::kWhole>(original, chunk, Shape::kChunk, offset, n_mels);
@@ -170,8 +186,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, Shape::kWhole ? 2 : 1)
         for (int j = 0; j < Shape::kChunk; ++j) {
           result[j].fill(weights.bias(y.decode_bias, chunk + j));
         }
-        multiply_blocks<P>(result, Shape::kChunk, z, latents, weights,
-                           y.decode + f * PackedLayout::matrix(mels, latents), chunk, 0, latents);
+        multiply_blocks<P>(result, Shape::kChunk, z, latents, weights, y.decode + f * y.decode_step,
+                           chunk, 0, latents);
         if (a.out != nullptr) {
           out.template store<Shape::kWhole>(result, chunk, Shape::kChunk, offset, n_mels);
         }
@@ -223,11 +239,21 @@ std::int64_t exchange_bytes(const AutoencoderForwardPlan& plan, const PackedLayo
   return plan.group > 1 ? std::int64_t{1024} * plan.warps * layout.latents : 0;
 }
 
-AutoencoderForwardPlan plan_for(const Context& context, const AutoencoderForwardArguments& call) {
-  // While there are multiprocessors to spare, the warps of a block share 16 rows.
+AutoencoderForwardPlan plan_for(const Context& context, const AutoencoderForwardArguments& call,
+                                const PackedLayout& layout, std::int64_t packed) {
+  const DeviceLimits& limits = limits_of(context.device);
   const std::int64_t tiles = (call.sizes.rows + 15) / 16;
-  const bool together = tiles <= 4 * limits_of(context.device).multiprocessors;
-  return {kMostWarps, together ? kMostWarps : 1, false};
+  const bool whole = is_default(call);
+  const int chunk = whole ? DefaultShape::kChunk : WideShape::kChunk;
+  const int most = whole ? DefaultShape::kForwardWarps : WideShape::kForwardWarps;
+  AutoencoderForwardPlan plan{most, 1, false};
+  // While there are multiprocessors to spare, the warps of a block share 16 rows.
+  if (tiles <= 4 * limits.multiprocessors) {
+    plan.warps = std::clamp(layout.frames * layout.slices / chunk, 1, most);
+    plan.group = plan.warps;
+  }
+  plan.staged = packed + exchange_bytes(plan, layout) <= limits.block_shared_memory;
+  return plan;
 }
 
 template <typename T, typename P, typename Shape, bool kStaged>
@@ -237,7 +263,8 @@ void launch(const Context& context, const Arguments& a, AutoencoderForwardPlan p
   const std::int64_t wanted = plan.group > 1 ? tiles : (tiles + plan.warps - 1) / plan.warps;
   const DeviceLimits& limits = limits_of(context.device);
   const std::int64_t shared = (kStaged ? packed : 0) + exchange_bytes(plan, a.layout);
-  std::int64_t resident = Shape::kWhole ? 2 * kMostWarps / plan.warps : 1;
+  // As many blocks as are at work at once.
+  std::int64_t resident = Shape::kForwardWarps / plan.warps;
   if (shared > 0) resident = std::min(resident, limits.shared_memory / (shared + 1024));
   const std::int64_t most = std::max<std::int64_t>(resident, 1) * limits.multiprocessors;
   launch_kernel(
@@ -262,7 +289,9 @@ std::string autoencoder_fused_declines(const Context& context,
 }
 
 void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call) {
-  autoencoder_fused_run(context, call, plan_for(context, call));
+  const PackedLayout layout = packed_layout(call.sizes, false);
+  const std::int64_t packed = packed_bytes(layout, packed_kind(call.dtype, call.tf32));
+  autoencoder_fused_run(context, call, plan_for(context, call, layout, packed));
 }
 
 void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call,

@@ -75,44 +75,25 @@ __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inpu
   }
 }
 
+/// A basis vector, normalised, and its products with the decoder's rows.
 template <typename W, typename E, bool kRound>
 __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) {
   const PackedLayout& y = p.layout;
   const int width = p.frames * p.slice_latent;
-  __shared__ float parts[kThreads / 32], inverse;
-  float squares = 0;
   for (int k = threadIdx.x; k < width; k += blockDim.x) {
-    const float value =
-        l < p.latent ? p.read(p.parameters.basis, static_cast<long long>(l) * width + k) : 0.f;
-    row[k] = value;
-    squares += value * value;
-  }
-  squares = warp_sum(squares);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = squares;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    float sum = 0;
-    for (int i = 0; i < kThreads / 32; ++i) sum += parts[i];
-    const float norm = sqrtf(sum);
-    // Not fmaxf, which would swallow NaN.
-    inverse = 1.f / (norm < 1e-12f ? 1e-12f : norm);
-    if (part == 0) p.floats[y.inverse_norm + l] = inverse;
+    row[k] = l < p.latent ? p.read(p.parameters.basis, static_cast<long long>(l) * width + k) : 0.f;
   }
   __syncthreads();
-  const int padded_slices = 16 * y.slices, project = PackedLayout::matrix(y.latents, y.slices);
-  if (part == 0) {
-    for (int i = threadIdx.x; i < p.frames * padded_slices; i += blockDim.x) {
-      const int f = i / padded_slices, s = i - f * padded_slices;
-      const float value = s < p.slice_latent ? row[f * p.slice_latent + s] * inverse : 0.f;
-      const E e = packed_value<E, kRound>(value);
-      p.weights[4 * (y.project + f * project) + position(l, s, y.slices)] = e;
-      if (p.backward) {
-        p.weights[4 * (y.project_transposed + f * project) + position(s, l, y.latents)] = e;
-      }
-    }
-  }
-  const int padded_mels = 16 * y.mels, decode = PackedLayout::matrix(y.mels, y.latents);
-  const int lane = threadIdx.x % kDotLanes;
+  // Every warp by itself, which saves a barrier.
+  float squares = 0;
+#pragma unroll 4
+  for (int k = threadIdx.x % 32; k < width; k += 32) squares += row[k] * row[k];
+  const float norm = sqrtf(warp_sum(squares));
+  // Not fmaxf, which would swallow NaN.
+  const float inverse = 1.f / (norm < 1e-12f ? 1e-12f : norm);
+  if (part == 0 && threadIdx.x == 0) p.floats[y.inverse_norm + l] = inverse;
+
+  const int padded_mels = 16 * y.mels, lane = threadIdx.x % kDotLanes;
   const int count = p.frames * padded_mels, step = kParts * kThreads / kDotLanes;
   // Whole warps stay together for the sum.
   for (int first = part * (kThreads / kDotLanes); first < count; first += step) {
@@ -130,9 +111,21 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
     sum = warp_sum(sum, kDotLanes) * inverse;
     if (i >= count || lane != 0) continue;
     const E e = packed_value<E, kRound>(real ? sum : 0.f);
-    p.weights[4 * (y.decode + f * decode) + position(m, l, y.latents)] = e;
+    p.weights[4 * (y.decode + f * y.decode_step) + position(m, l, y.latents)] = e;
     if (p.backward) {
-      p.weights[4 * (y.decode_transposed + f * decode) + position(l, m, y.mels)] = e;
+      p.weights[4 * (y.decode_transposed + f * y.decode_step) + position(l, m, y.mels)] = e;
+    }
+  }
+
+  const int padded_slices = 16 * y.slices;
+  for (int i = part * kThreads + threadIdx.x; i < p.frames * padded_slices;
+       i += kParts * kThreads) {
+    const int f = i / padded_slices, s = i - f * padded_slices;
+    const float value = s < p.slice_latent ? row[f * p.slice_latent + s] * inverse : 0.f;
+    const E e = packed_value<E, kRound>(value);
+    p.weights[4 * (y.project + f * y.project_step) + position(l, s, y.slices)] = e;
+    if (p.backward) {
+      p.weights[4 * (y.project_transposed + f * y.project_step) + position(s, l, y.latents)] = e;
     }
   }
 }

@@ -18,9 +18,11 @@ namespace fusewise::cuda::autoencoder {
 struct PackedLayout {
   int mels, latents, slices;  ///< blocks of 16
   int frames;
-  /// One matrix for all frames, or the first of one for each.
-  int encode, project, mid, decode;
-  int encode_transposed, project_transposed, mid_transposed, decode_transposed;
+  int encode, mid, encode_transposed, mid_transposed;
+  int resident;  ///< where what all frames share ends
+  /// Of frame 0; the next frame's follows `step` groups behind.
+  int project, project_transposed, project_step;
+  int decode, decode_transposed, decode_step;
   int groups;  ///< of four weights, all together
   /// Behind the weights, floats: biases of the three Linear, 1 / norm of each basis vector.
   int encode_bias, mid_bias, decode_bias, inverse_norm;
@@ -37,23 +39,24 @@ inline PackedLayout packed_layout(const AutoencoderSizes& sizes, bool backward) 
   p.latents = (sizes.latent + 15) / 16;
   p.slices = (sizes.slice_latent + 15) / 16;
   p.frames = sizes.frames;
-  int at = 0;
-  const auto take = [&](int outputs, int inputs, int count) {
-    const int begin = at;
-    at += PackedLayout::matrix(outputs, inputs) * count;
-    return begin;
-  };
-  p.encode = take(p.slices, p.mels, 1);
-  p.project = take(p.latents, p.slices, p.frames);
-  p.mid = take(p.latents, p.latents, 1);
-  p.decode = take(p.mels, p.latents, p.frames);
+  const int encode = PackedLayout::matrix(p.slices, p.mels);
+  const int mid = PackedLayout::matrix(p.latents, p.latents);
+  const int project = PackedLayout::matrix(p.latents, p.slices);
+  const int decode = PackedLayout::matrix(p.mels, p.latents);
+  p.mid = p.encode + encode;
+  p.resident = p.mid + mid;
   if (backward) {
-    p.encode_transposed = take(p.mels, p.slices, 1);
-    p.project_transposed = take(p.slices, p.latents, p.frames);
-    p.mid_transposed = take(p.latents, p.latents, 1);
-    p.decode_transposed = take(p.latents, p.mels, p.frames);
+    p.encode_transposed = p.resident;
+    p.mid_transposed = p.encode_transposed + encode;
+    p.resident = p.mid_transposed + mid;
   }
-  p.groups = at;
+  p.project = p.resident;
+  p.project_step = project;
+  p.decode_transposed = p.project + p.frames * project;
+  p.decode = p.decode_transposed + (backward ? decode : 0);
+  p.decode_step = backward ? 2 * decode : decode;
+  p.project_transposed = p.decode_transposed + p.frames * p.decode_step;
+  p.groups = p.project_transposed + (backward ? p.frames * project : 0);
   p.encode_bias = 0;
   p.mid_bias = p.encode_bias + 16 * p.slices;
   p.decode_bias = p.mid_bias + 16 * p.latents;

@@ -13,12 +13,14 @@ struct DefaultShape {
   static constexpr int kMels = 4, kLatents = 2;  // blocks of 16
   static constexpr int kChunk = 2;               // blocks of results made together
   static constexpr bool kWhole = true;           // no padding, vectors everywhere
+  static constexpr int kForwardWarps = 16;       // of a block at the most, for their registers
 };
 /// n_mels up to 128, latent up to 64, the rest any.
 struct WideShape {
   static constexpr int kMels = 8, kLatents = 4;
   static constexpr int kChunk = 1;
   static constexpr bool kWhole = false;
+  static constexpr int kForwardWarps = 8;
 };
 
 template <typename Weight>
@@ -60,26 +62,54 @@ struct Weights {
   }
 };
 
-/// results[j] += inputs times the packed matrix at `matrix`, output blocks first_output + j.
+/// results[j] += inputs times the packed matrix at `matrix`, output blocks first_output + j, input
+/// blocks first_input and on.
 template <typename P, int kResults, int kInputs, typename Source>
 __device__ __forceinline__ void multiply_blocks(Block (&results)[kResults], int result_count,
                                                 const Block (&inputs)[kInputs], int input_count,
                                                 const Source& weights, int matrix, int first_output,
                                                 int first_input, int matrix_inputs) {
+  // So many results at a time; more would need too many registers.
+  constexpr int kTogether = kResults < 2 ? kResults : 2;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < kInputs; ++k) {
     if (k >= input_count) break;
-    const auto operand = P::operand(inputs[k]);
+    const auto left = P::left(inputs[k]);
 #pragma unroll
-    for (int j = 0; j < kResults; ++j) {
+    for (int j = 0; j < kResults; j += kTogether) {
       if (j >= result_count) break;
-      const int at =
-          matrix + ((2 * (first_output + j)) * matrix_inputs + first_input + k) * 32 + lane;
-      P::multiply(results[j], 0, operand, weights.load(at));
-      P::multiply(results[j], 1, operand, weights.load(at + 32 * matrix_inputs));
+      typename P::Right right[kTogether][2];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (j + i >= result_count) break;
+        const int at =
+            matrix + ((2 * (first_output + j + i)) * matrix_inputs + first_input + k) * 32 + lane;
+        right[i][0] = P::right(weights.load(at));
+        right[i][1] = P::right(weights.load(at + 32 * matrix_inputs));
+      }
+#pragma unroll
+      for (int term = 0; term < P::kTerms; ++term) {
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          if (j + i >= result_count) break;
+          P::term(term, results[j + i], 0, left, right[i][0]);
+          P::term(term, results[j + i], 1, left, right[i][1]);
+        }
+      }
     }
   }
+}
+
+/// 1 / sqrt(value), to the last bit or so.
+__device__ __forceinline__ float inverse_root(float value) {
+  const float guess = rsqrtf(value);
+  return fmaf(guess * 0.5f, fmaf(-value * guess, guess, 1.f), guess);
+}
+
+/// Of the block, the same in all lanes for the compiler, too.
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
 /// The blocks become (value - mean) / sqrt(variance + 1e-5) of each row; `columns` of them are
@@ -96,7 +126,7 @@ __device__ __forceinline__ void normalise(Block (&blocks)[kBlocks], int count, i
       const float* v = blocks[b].v[r];
       if (b < count) sum += (v[0] + v[1]) + (v[2] + v[3]);
     }
-    const float mean = row_sum(sum) / columns;
+    const float mean = row_sum(sum) * (1.f / columns);
     float squares = 0;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -109,7 +139,7 @@ __device__ __forceinline__ void normalise(Block (&blocks)[kBlocks], int count, i
         squares = fmaf(d, d, squares);
       }
     }
-    const float inverse = 1.f / sqrtf(row_sum(squares) / columns + 1e-5f);
+    const float inverse = inverse_root(row_sum(squares) * (1.f / columns) + 1e-5f);
     inverse_deviation[r] = inverse;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -138,8 +168,8 @@ __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
         product = fmaf(gradient[b].v[r][i], normalised[b].v[r][i], product);
       }
     }
-    sum = row_sum(sum) / columns;
-    product = row_sum(product) / columns;
+    sum = row_sum(sum) * (1.f / columns);
+    product = row_sum(product) * (1.f / columns);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       if (b >= count) break;
@@ -152,8 +182,8 @@ __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
   }
 }
 
-/// The two rows of a tensor that a lane has a part of; beyond the last row nothing is read, and
-/// zeros stand for it.
+/// The two rows of a tensor that a lane has a part of. Beyond the last row, that one is read in its
+/// place, and nothing is written.
 template <typename T>
 struct RowPair {
   T* at[2];
@@ -166,7 +196,7 @@ struct RowPair {
     for (int r = 0; r < 2; ++r) {
       const long long row = first_row + g + 8 * r;
       real[r] = row < rows;
-      at[r] = base + (real[r] ? row : 0) * stride;
+      at[r] = base + (real[r] ? row : rows - 1) * stride;
     }
   }
 
@@ -180,12 +210,20 @@ struct RowPair {
       if (b >= count) break;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (real[r]) {
-          load_row<kWhole>(blocks[b].v[r], at[r] + offset, 16 * (first + b) + 4 * t, columns);
-        } else {
+        load_row<kWhole>(blocks[b].v[r], at[r] + offset, 16 * (first + b) + 4 * t, columns);
+      }
+    }
+  }
+  /// Zeros beyond the last row.
+  template <int kBlocks>
+  __device__ __forceinline__ void clear_missing(Block (&blocks)[kBlocks], int count) const {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) blocks[b].v[r][i] = 0.f;
-        }
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b >= count) break;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) blocks[b].v[r][i] = real[r] ? blocks[b].v[r][i] : 0.f;
       }
     }
   }
