@@ -589,10 +589,9 @@ int main(int argc, char** argv) {
         const auto plain = reference<float>(sizes, p.parameters, p.x, nullptr, nullptr, nullptr);
         if (autoencoder_fused_declines(context, p.forward()).empty()) {
           check_forward(p, "chosen", want, plain, fused);
-          check_forward(p, "alone, L1", want, plain, planned({8, 1, false}));
-          check_forward(p, "together, L1", want, plain, planned({8, 8, false}));
-          check_forward(p, "alone, shared memory", want, plain, planned({8, 1, true}));
-          check_forward(p, "together, shared memory", want, plain, planned({5, 5, true}));
+          check_forward(p, "8 warps alone", want, plain, planned({8, false}));
+          check_forward(p, "8 warps together", want, plain, planned({8, true}));
+          check_forward(p, "5 warps together", want, plain, planned({5, true}));
           check_nan_row(p, "chosen", fused);
           check_backward(p, "chosen", fused);
           if (!small) check_backward(p, "2 warps, L1", planned_back({2, false}));
@@ -694,13 +693,10 @@ int main(int argc, char** argv) {
         fused(backward(i, 0));
       });
       std::printf("\n    plans:");
-      for (const auto& plan :
-           {AutoencoderForwardPlan{16, 1, false}, AutoencoderForwardPlan{12, 1, true},
-            AutoencoderForwardPlan{16, 1, true}, AutoencoderForwardPlan{10, 10, false},
-            AutoencoderForwardPlan{5, 5, true}, AutoencoderForwardPlan{10, 10, true}}) {
+      for (const auto& plan : {AutoencoderForwardPlan{16, false}, AutoencoderForwardPlan{12, false},
+                               AutoencoderForwardPlan{10, true}, AutoencoderForwardPlan{5, true}}) {
         char name[64];
-        std::snprintf(name, sizeof name, "%dw/%d%s", plan.warps, plan.group,
-                      plan.staged ? " staged" : "");
+        std::snprintf(name, sizeof name, "%dw%s", plan.warps, plan.together ? " together" : "");
         show(name, [&](int i) { planned(plan)(forward(i, 0)); });
       }
       for (int warps : {1, 2, 4, 8}) {

@@ -27,14 +27,18 @@ struct TileLayout {
   int columns;  ///< a multiple of 32
 };
 
-inline TileLayout tile_layout(const PackedLayout& p) {
+__host__ __device__ constexpr TileLayout tile_layout(int mels, int latents, int slices) {
   TileLayout t{};
+  const int wide = 16 * (slices > latents ? slices : latents);
   t.outer = 0;
-  t.inner = 16 * p.mels;
-  t.hidden = t.inner + 16 * p.latents;
-  t.slice = t.hidden + 16 * std::max(p.slices, p.latents);
-  t.columns = (t.slice + 16 * std::max(p.slices, p.latents) + 31) / 32 * 32;
+  t.inner = 16 * mels;
+  t.hidden = t.inner + 16 * latents;
+  t.slice = t.hidden + wide;
+  t.columns = (t.slice + wide + 31) / 32 * 32;
   return t;
+}
+inline TileLayout tile_layout(const PackedLayout& p) {
+  return tile_layout(p.mels, p.latents, p.slices);
 }
 
 struct Arguments {
@@ -57,7 +61,8 @@ __device__ __forceinline__ int tile_at(int row, int column, int columns) {
   return row * columns + (column ^ ((row & 1) << 4 | (row & 2) << 2));
 }
 
-template <int kBlocks>
+/// kRound: as the tensor cores will see it. Not for what is summed up besides.
+template <bool kRound, int kBlocks>
 __device__ __forceinline__ void put(float* tile, int columns, const Block (&blocks)[kBlocks],
                                     int count, int first_column) {
   const int lane = threadIdx.x % 32, row = warp_index() * 16 + lane / 4, t = lane % 4;
@@ -66,14 +71,19 @@ __device__ __forceinline__ void put(float* tile, int columns, const Block (&bloc
     if (b >= count) break;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float* v = blocks[b].v[r];
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[i] = kRound ? __uint_as_float(round_to_tf32(blocks[b].v[r][i])) : blocks[b].v[r][i];
+      }
       *reinterpret_cast<float4*>(tile + tile_at(row + 8 * r, first_column + 16 * b + 4 * t,
                                                 columns)) = make_float4(v[0], v[1], v[2], v[3]);
     }
   }
 }
 
-/// c[j] += a^T b over eight rows, for 16 columns of a and 8 * kTiles of b. Terms of one result are
+/// c[j] += a^T b over eight rows, for 16 columns of a and 8 * kTiles of b, which is rounded already
+/// where it is to be. Terms of one result are
 /// kept apart, as each waits for the one before it.
 template <bool kExact, int kTiles>
 __device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float (&a)[4],
@@ -106,8 +116,8 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float
     for (int i = 0; i < 4; ++i) a_high[i] = round_to_tf32(a[i]);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      b_high[j][0] = round_to_tf32(b[j][0]);
-      b_high[j][1] = round_to_tf32(b[j][1]);
+      b_high[j][0] = __float_as_uint(b[j][0]);
+      b_high[j][1] = __float_as_uint(b[j][1]);
     }
   }
 #pragma unroll
@@ -141,7 +151,7 @@ __device__ __forceinline__ void add_products(const float* tile, int columns, int
     }
     float c[kTiles][4] = {};
     float row_sums[2] = {0.f, 0.f};
-#pragma unroll 2
+#pragma unroll 4
     for (int k = 0; k < rows; k += 8) {
       const int upper = (k + t) * columns, lower = upper + 4 * columns;
       const int turn = (t & 1) << 4 | (t & 2) << 2;
@@ -261,8 +271,10 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   const int latents = Shape::kWhole ? Shape::kLatents : y.latents;
   const int n_mels = Shape::kWhole ? 16 * Shape::kMels : a.n_mels;
   const int latent = Shape::kWhole ? 16 * Shape::kLatents : a.latent;
-  const int columns = a.tile.columns, tile_rows = 16 * warps;
-  constexpr int kTiles = 2 * Shape::kChunk;
+  const int slices = Shape::kWhole ? Shape::kSlices : y.slices;
+  const TileLayout at = Shape::kWhole ? tile_layout(mels, latents, slices) : a.tile;
+  const int columns = at.columns, tile_rows = 16 * warps;
+  constexpr int kChunk = Shape::kBackwardChunk, kTiles = Shape::kWhole ? 4 : 2;
   const bool reconstructs = a.d_out != nullptr || a.d_score != nullptr;
   // The score needs the reconstruction, too.
   const int decode_groups = a.d_score != nullptr ? y.decode_step : y.decode - y.decode_transposed;
@@ -308,27 +320,27 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       const auto own = stream.current();
       float unused[2];
       normalise<Shape::kWhole>(frame, mels, n_mels, unused);
-      for (int chunk = 0; chunk < y.slices; chunk += Shape::kChunk) {
-        Block slice[Shape::kChunk];
+      for (int chunk = 0; chunk < slices; chunk += kChunk) {
+        Block slice[kChunk];
 #pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) {
+        for (int j = 0; j < kChunk; ++j) {
           slice[j].fill(weights.bias(y.encode_bias, chunk + j));
         }
-        multiply_blocks<P>(slice, Shape::kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
-        if (chunk + Shape::kChunk >= y.slices) {
+        multiply_blocks<P, 2>(slice, kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
+        if (chunk + kChunk >= slices) {
           // The frame after the last is the first once more, for the way back.
           x.template load<Shape::kWhole>(
               frame, 0, mels, static_cast<long long>(f + 1 < a.frames ? f + 1 : 0) * n_mels,
               n_mels);
         }
 #pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) gelu<P::kGeluTerms>(slice[j]);
+        for (int j = 0; j < kChunk; ++j) gelu<P::kGeluTerms>(slice[j]);
         // A sum of its own, added with rounding: the tensor cores drop what does not fit.
         Block part[Shape::kLatents];
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P>(part, latents, slice, Shape::kChunk, own,
-                           stream.place(y.project + f * y.project_step), 0, chunk, y.slices);
+        multiply_blocks<P, 2>(part, latents, slice, kChunk, own,
+                              stream.place(y.project + f * y.project_step), 0, chunk, slices);
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) normal[l].add(part[l]);
       }
@@ -342,7 +354,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       if (l < latents) z[l].fill(weights.bias(y.mid_bias, l));
       dz[l].fill(0.f);
     }
-    multiply_blocks<P>(z, latents, normal, latents, weights, y.mid, 0, 0, latents);
+    multiply_blocks<P, 2>(z, latents, normal, latents, weights, y.mid, 0, 0, latents);
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) {
       if (l >= latents) break;
@@ -393,8 +405,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
             Block original[1], result[1];
             x.template load<Shape::kWhole>(original, m, 1, offset, n_mels);
             result[0].fill(weights.bias(y.decode_bias, m));
-            multiply_blocks<P>(result, 1, z, latents, own,
-                               transposed + y.decode - y.decode_transposed, m, 0, latents);
+            multiply_blocks<P, 2>(result, 1, z, latents, own,
+                                  transposed + y.decode - y.decode_transposed, m, 0, latents);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -411,13 +423,13 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
           }
         }
         if (a.wanted.decode) {
-          if (f == 0) put(tile, columns, z, latents, a.tile.inner);
-          put(tile, columns, gradient, mels, a.tile.outer);
+          if (f == 0) put<!P::kExact>(tile, columns, z, latents, at.inner);
+          put<false>(tile, columns, gradient, mels, at.outer);
         }
         Block part[Shape::kLatents];
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P>(part, latents, gradient, mels, own, transposed, 0, 0, mels);
+        multiply_blocks<P, 2>(part, latents, gradient, mels, own, transposed, 0, 0, mels);
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) dz[l].add(part[l]);
         if (a.d_out != nullptr && f + 1 < a.frames) {
@@ -426,8 +438,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
         if (a.wanted.decode) {
           __syncthreads();
           int job = warp;
-          add_products<P::kExact, 2>(tile, columns, tile_rows, a.tile.outer, mels, a.tile.inner,
-                                     latents, sums + a.at.q_decode + f * 256 * mels * latents,
+          add_products<P::kExact, 2>(tile, columns, tile_rows, at.outer, mels, at.inner, latents,
+                                     sums + a.at.q_decode + f * 256 * mels * latents,
                                      sums + a.at.b_decode, first, first && f == 0, job, warps);
         }
       }
@@ -446,18 +458,17 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     Block d_projection[Shape::kLatents];
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) d_projection[l].fill(0.f);
-    multiply_blocks<P>(d_projection, latents, dz, latents, weights, y.mid_transposed, 0, 0,
-                       latents);
+    multiply_blocks<P, 2>(d_projection, latents, dz, latents, weights, y.mid_transposed, 0, 0,
+                          latents);
     normalise_backward(d_projection, normal, latents, latent, mid_inverse_deviation);
     if (a.wanted.mid) {
       __syncthreads();
-      put(tile, columns, dz, latents, a.tile.hidden);
-      put(tile, columns, normal, latents, a.tile.slice);
+      put<false>(tile, columns, dz, latents, at.hidden);
+      put<!P::kExact>(tile, columns, normal, latents, at.slice);
       __syncthreads();
       int job = warp;
-      add_products<P::kExact, 2>(tile, columns, tile_rows, a.tile.hidden, latents, a.tile.slice,
-                                 latents, sums + a.at.q_mid, sums + a.at.b_mid, first, first, job,
-                                 warps);
+      add_products<P::kExact, 2>(tile, columns, tile_rows, at.hidden, latents, at.slice, latents,
+                                 sums + a.at.q_mid, sums + a.at.b_mid, first, first, job, warps);
     }
 
     // Back through the encoder.
@@ -476,20 +487,20 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       normalise<Shape::kWhole>(frame, mels, n_mels, inverse_deviation);
 #pragma unroll
       for (int m = 0; m < Shape::kMels; ++m) gradient[m].fill(0.f);
-      if (a.wanted.project && f == 0) put(tile, columns, d_projection, latents, a.tile.inner);
-      if (a.wanted.encode) put(tile, columns, frame, mels, a.tile.outer);
-      for (int chunk = 0; chunk < y.slices; chunk += Shape::kChunk) {
-        Block slice[Shape::kChunk], d_slice[Shape::kChunk];
+      if (a.wanted.project && f == 0) put<false>(tile, columns, d_projection, latents, at.inner);
+      if (a.wanted.encode) put<!P::kExact>(tile, columns, frame, mels, at.outer);
+      for (int chunk = 0; chunk < slices; chunk += kChunk) {
+        Block slice[kChunk], d_slice[kChunk];
 #pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) {
+        for (int j = 0; j < kChunk; ++j) {
           slice[j].fill(weights.bias(y.encode_bias, chunk + j));
           d_slice[j].fill(0.f);
         }
-        multiply_blocks<P>(slice, Shape::kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
-        multiply_blocks<P>(d_slice, Shape::kChunk, d_projection, latents, own, project, chunk, 0,
-                           latents);
+        multiply_blocks<P, 2>(slice, kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
+        multiply_blocks<P, 2>(d_slice, kChunk, d_projection, latents, own, project, chunk, 0,
+                              latents);
 #pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) {
+        for (int j = 0; j < kChunk; ++j) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -501,14 +512,14 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
           }
         }
         if (a.wanted.project) {
-          put(tile, columns, slice, Shape::kChunk, a.tile.slice + 16 * chunk);
+          put<!P::kExact>(tile, columns, slice, kChunk, at.slice + 16 * chunk);
         }
         if (a.wanted.encode) {
-          put(tile, columns, d_slice, Shape::kChunk, a.tile.hidden + 16 * chunk);
+          put<false>(tile, columns, d_slice, kChunk, at.hidden + 16 * chunk);
         }
         if (a.dx != nullptr) {
-          multiply_blocks<P>(gradient, mels, d_slice, Shape::kChunk, weights, y.encode_transposed,
-                             0, chunk, y.slices);
+          multiply_blocks<P, 2>(gradient, mels, d_slice, kChunk, weights, y.encode_transposed, 0,
+                                chunk, slices);
         }
       }
       if (a.dx != nullptr) {
@@ -533,15 +544,14 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
         __syncthreads();
         int job = warp;
         if (a.wanted.encode) {
-          add_products<P::kExact, kTiles>(tile, columns, tile_rows, a.tile.hidden, y.slices,
-                                          a.tile.outer, mels, sums + a.at.q_encode,
-                                          sums + a.at.b_encode, first && f == 0, first && f == 0,
-                                          job, warps);
+          add_products<P::kExact, kTiles>(tile, columns, tile_rows, at.hidden, slices, at.outer,
+                                          mels, sums + a.at.q_encode, sums + a.at.b_encode,
+                                          first && f == 0, first && f == 0, job, warps);
         }
         if (a.wanted.project) {
-          add_products<P::kExact, kTiles>(tile, columns, tile_rows, a.tile.inner, latents,
-                                          a.tile.slice, y.slices,
-                                          sums + a.at.q_project + f * 256 * latents * y.slices,
+          add_products<P::kExact, kTiles>(tile, columns, tile_rows, at.inner, latents, at.slice,
+                                          slices,
+                                          sums + a.at.q_project + f * 256 * latents * slices,
                                           nullptr, first, false, job, warps);
         }
       }

@@ -23,9 +23,16 @@ struct Arguments {
   const void* packed;
   long long rows, x_stride;
   int n_mels, frames, latent;
-  int group;
   PackedLayout layout;
 };
+
+/// Of a block, for their registers.
+template <typename P, typename Shape, bool kTogether>
+constexpr int most_warps() {
+  if (!Shape::kWhole) return 8;
+  if (kTogether) return 12;
+  return sizeof(typename P::Weight) == 2 ? 20 : 16;
+}
 
 /// Adds up the blocks of all warps of the block, in order of the warps. Begins with a barrier that
 /// ends what was read before.
@@ -59,9 +66,12 @@ __device__ __forceinline__ void sum_over_warps(Block (&blocks)[kBlocks], int cou
   }
 }
 
-template <typename T, typename P, typename Shape, bool kStaged>
-__global__ void __launch_bounds__(32 * Shape::kForwardWarps, 1)
+template <typename T, typename P, typename Shape, bool kTogether>
+__global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
     forward_kernel(const __grid_constant__ Arguments a) {
+  // Unpadded sizes and weights in shared memory come together: both are for the default model.
+  constexpr bool kStaged = Shape::kWhole;
+  constexpr int kAtOnce = P::kExact && !kTogether ? 1 : 2;
   extern __shared__ __align__(16) unsigned char shared[];
   const PackedLayout& y = a.layout;
   const int warp = warp_index(), warps = blockDim.x / 32;
@@ -70,25 +80,25 @@ __global__ void __launch_bounds__(32 * Shape::kForwardWarps, 1)
   const int latents = Shape::kWhole ? Shape::kLatents : y.latents;
   const int n_mels = Shape::kWhole ? 16 * Shape::kMels : a.n_mels;
   const int latent = Shape::kWhole ? 16 * Shape::kLatents : a.latent;
-  const int chunks = y.slices / Shape::kChunk;
+  const int slices = Shape::kWhole ? Shape::kSlices : y.slices;
+  const int chunks = slices / Shape::kChunk;
 
-  const bool together = a.group > 1;
-  const int member = together ? warp : 0;
+  const int member = kTogether ? warp : 0;
   const long long tiles = (a.rows + 15) / 16;
-  const long long step = static_cast<long long>(gridDim.x) * (together ? 1 : warps);
+  const long long step = static_cast<long long>(gridDim.x) * (kTogether ? 1 : warps);
   const long long width = static_cast<long long>(a.frames) * n_mels;
-  long long tile = together ? blockIdx.x : static_cast<long long>(blockIdx.x) * warps + warp;
+  long long tile = kTogether ? blockIdx.x : static_cast<long long>(blockIdx.x) * warps + warp;
   const T* x_base = static_cast<const T*>(a.x);
-  const int first_frame = member / chunks, first_chunk = member - first_frame * chunks;
 
   // The next frame is on its way while this one is worked on. Nobody writes x while this kernel or
   // the one before it runs.
-  Block frame[Shape::kMels];
-  if (tile < tiles && first_frame < a.frames) {
-    RowPair<const T>(x_base, 16 * tile, a.rows, a.x_stride)
-        .template load<Shape::kWhole>(frame, 0, mels, static_cast<long long>(first_frame) * n_mels,
-                                      n_mels);
-  }
+  Four<T> raw[Shape::kMels][2];
+  const auto fetch = [&](long long from, int f) {
+    RowPair<const T>(x_base, 16 * from, a.rows, a.x_stride)
+        .template fetch<Shape::kWhole>(raw, 0, mels, static_cast<long long>(f) * n_mels, n_mels);
+  };
+  const int first_frame = member / chunks;
+  if (tile < tiles) fetch(tile, min(first_frame, a.frames - 1));
   wait_for_previous_kernel();
   Weights<P, kStaged> weights;
   using Group = typename Weights<P, kStaged>::Group;
@@ -113,45 +123,63 @@ __global__ void __launch_bounds__(32 * Shape::kForwardWarps, 1)
     Block projection[Shape::kLatents];
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) projection[l].fill(0.f);
-    // Chunks of frames are dealt out to the group.
-    bool fresh = true;
-    for (int f = first_frame, chunk = first_chunk; f < a.frames;) {
-      if (fresh) {
-        float inverse_deviation[2];
-        normalise<Shape::kWhole>(frame, mels, n_mels, inverse_deviation);
+    for (int f = first_frame, next; f < a.frames; f = next) {
+      // The chunks of all frames are dealt out to the group.
+      next = f + 1;
+      while (kTogether && next < a.frames &&
+             (member + next * (warps - chunks % warps)) % warps >= chunks) {
+        ++next;
       }
-      Block slice[Shape::kChunk];
+      Block frame[Shape::kMels];
+      expand(frame, raw, mels);
+      float inverse_deviation[2];
+      normalise<Shape::kWhole>(frame, mels, n_mels, inverse_deviation);
+      // Where it takes no more room, a frame is kept as the products want it.
+      constexpr bool kKeepsLeft = !P::kExact;
+      typename P::Left left[kKeepsLeft ? Shape::kMels : 1];
+      if constexpr (kKeepsLeft) {
 #pragma unroll
-      for (int j = 0; j < Shape::kChunk; ++j) {
-        slice[j].fill(weights.bias(y.encode_bias, chunk * Shape::kChunk + j));
-      }
-      multiply_blocks<P>(slice, Shape::kChunk, frame, mels, weights, y.encode,
-                         chunk * Shape::kChunk, 0, mels);
-      int next_frame = f, next_chunk = chunk + (together ? warps : 1);
-      for (; next_chunk >= chunks; next_chunk -= chunks) ++next_frame;
-      fresh = next_frame != f;
-      if (fresh) {
-        const bool here = next_frame < a.frames;
-        if (here || tile + step < tiles) {
-          RowPair<const T>(x_base, 16 * (here ? tile : tile + step), a.rows, a.x_stride)
-              .template load<Shape::kWhole>(
-                  frame, 0, mels, static_cast<long long>(here ? next_frame : first_frame) * n_mels,
-                  n_mels);
+        for (int m = 0; m < Shape::kMels; ++m) {
+          if (m < mels) left[m] = P::left(frame[m]);
         }
       }
+#pragma unroll(Shape::kWhole ? Shape::kSlices / Shape::kChunk : 1)
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        const bool mine = !kTogether || (f * chunks + chunk) % warps == member;
+        Block slice[Shape::kChunk];
+        if (mine) {
 #pragma unroll
-      for (int j = 0; j < Shape::kChunk; ++j) gelu<P::kGeluTerms>(slice[j]);
-      // A sum of its own, added with rounding: the tensor cores drop what does not fit.
-      Block part[Shape::kLatents];
+          for (int j = 0; j < Shape::kChunk; ++j) {
+            slice[j].fill(weights.bias(y.encode_bias, chunk * Shape::kChunk + j));
+          }
 #pragma unroll
-      for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-      multiply_blocks<P>(part, latents, slice, Shape::kChunk, weights,
-                         y.project + f * y.project_step, 0, chunk * Shape::kChunk, y.slices);
+          for (int m = 0; m < Shape::kMels; ++m) {
+            if (m >= mels) break;
+            multiply_block<P, kAtOnce>(slice, Shape::kChunk,
+                                       kKeepsLeft ? left[kKeepsLeft ? m : 0] : P::left(frame[m]),
+                                       weights, y.encode, chunk * Shape::kChunk, m, mels);
+          }
+        }
+        // Without a condition, so that the old one needs no registers any more.
+        if (chunk == chunks - 1) {
+          const bool here = next < a.frames;
+          fetch(here ? tile : tile + step, here ? next : first_frame);
+        }
+        if (!mine) continue;
 #pragma unroll
-      for (int l = 0; l < Shape::kLatents; ++l) projection[l].add(part[l]);
-      f = next_frame, chunk = next_chunk;
+        for (int j = 0; j < Shape::kChunk; ++j) gelu<P::kGeluTerms>(slice[j]);
+        // A sum of its own, added with rounding: the tensor cores drop what does not fit.
+        Block part[Shape::kLatents];
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
+        multiply_blocks<P, kAtOnce>(part, latents, slice, Shape::kChunk, weights,
+                                    y.project + f * y.project_step, 0, chunk * Shape::kChunk,
+                                    slices);
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) projection[l].add(part[l]);
+      }
     }
-    if (together) sum_over_warps(projection, latents, exchange);
+    if (kTogether) sum_over_warps(projection, latents, exchange);
 
     float inverse_deviation[2];
     normalise<Shape::kWhole>(projection, latents, latent, inverse_deviation);
@@ -160,7 +188,7 @@ __global__ void __launch_bounds__(32 * Shape::kForwardWarps, 1)
     for (int l = 0; l < Shape::kLatents; ++l) {
       if (l < latents) z[l].fill(weights.bias(y.mid_bias, l));
     }
-    multiply_blocks<P>(z, latents, projection, latents, weights, y.mid, 0, 0, latents);
+    multiply_blocks<P, kAtOnce>(z, latents, projection, latents, weights, y.mid, 0, 0, latents);
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) {
       if (l < latents) gelu<P::kGeluTerms>(z[l]);
@@ -177,7 +205,7 @@ __global__ void __launch_bounds__(32 * Shape::kForwardWarps, 1)
     for (int f = 0; f < a.frames; ++f) {
       const long long offset = static_cast<long long>(f) * n_mels;
       for (int chunk = 0; chunk < mels; chunk += Shape::kChunk) {
-        if (together && unit++ % warps != member) continue;
+        if (kTogether && unit++ % warps != member) continue;
         Block original[Shape::kChunk], result[Shape::kChunk];
         if (a.score != nullptr) {
           x.template load<Shape::kWhole>(original, chunk, Shape::kChunk, offset, n_mels);
@@ -186,8 +214,8 @@ __global__ void __launch_bounds__(32 * Shape::kForwardWarps, 1)
         for (int j = 0; j < Shape::kChunk; ++j) {
           result[j].fill(weights.bias(y.decode_bias, chunk + j));
         }
-        multiply_blocks<P>(result, Shape::kChunk, z, latents, weights, y.decode + f * y.decode_step,
-                           chunk, 0, latents);
+        multiply_blocks<P, kAtOnce>(result, Shape::kChunk, z, latents, weights,
+                                    y.decode + f * y.decode_step, chunk, 0, latents);
         if (a.out != nullptr) {
           out.template store<Shape::kWhole>(result, chunk, Shape::kChunk, offset, n_mels);
         }
@@ -209,7 +237,7 @@ __global__ void __launch_bounds__(32 * Shape::kForwardWarps, 1)
     if (a.score == nullptr) continue;
     squares[0] = row_sum(squares[0]);
     squares[1] = row_sum(squares[1]);
-    if (together) {
+    if (kTogether) {
       Block sums[1];
       sums[0].fill(0.f);
       sums[0].v[0][0] = squares[0], sums[0].v[1][0] = squares[1];
@@ -228,48 +256,79 @@ __global__ void __launch_bounds__(32 * Shape::kForwardWarps, 1)
 
 // ---- host
 
-bool is_default(const AutoencoderForwardArguments& call) {
+std::int64_t exchange_bytes(const AutoencoderForwardPlan& plan, const PackedLayout& layout) {
+  return plan.together ? std::int64_t{1024} * plan.warps * layout.latents : 0;
+}
+
+/// Whether the kernel for the default model takes the call: its weights fit in shared memory.
+bool is_default(const Context& context, const AutoencoderForwardArguments& call,
+                const PackedLayout& layout, std::int64_t packed) {
   const std::int64_t bytes = size_of(call.dtype);
   const std::int64_t width = std::int64_t{call.sizes.frames} * call.sizes.n_mels;
+  const std::int64_t exchange = exchange_bytes({12, true}, layout);
   return has_default_shape(call.sizes) && rows_aligned(call.x, call.x_stride, bytes) &&
-         rows_aligned(call.out, width, bytes) && rows_aligned(call.z, call.sizes.latent, bytes);
+         rows_aligned(call.out, width, bytes) && rows_aligned(call.z, call.sizes.latent, bytes) &&
+         packed + exchange <= limits_of(context.device).block_shared_memory;
 }
 
-std::int64_t exchange_bytes(const AutoencoderForwardPlan& plan, const PackedLayout& layout) {
-  return plan.group > 1 ? std::int64_t{1024} * plan.warps * layout.latents : 0;
-}
-
-AutoencoderForwardPlan plan_for(const Context& context, const AutoencoderForwardArguments& call,
-                                const PackedLayout& layout, std::int64_t packed) {
-  const DeviceLimits& limits = limits_of(context.device);
-  const std::int64_t tiles = (call.sizes.rows + 15) / 16;
-  const bool whole = is_default(call);
-  const int chunk = whole ? DefaultShape::kChunk : WideShape::kChunk;
-  const int most = whole ? DefaultShape::kForwardWarps : WideShape::kForwardWarps;
-  AutoencoderForwardPlan plan{most, 1, false};
+template <typename P, typename Shape>
+AutoencoderForwardPlan plan_for(const Context& context, std::int64_t rows,
+                                const PackedLayout& layout) {
   // While there are multiprocessors to spare, the warps of a block share 16 rows.
-  if (tiles <= 4 * limits.multiprocessors) {
-    plan.warps = std::clamp(layout.frames * layout.slices / chunk, 1, most);
-    plan.group = plan.warps;
+  const std::int64_t tiles = (rows + 15) / 16;
+  if (tiles > 2 * limits_of(context.device).multiprocessors) {
+    return {most_warps<P, Shape, false>(), false};
   }
-  plan.staged = packed + exchange_bytes(plan, layout) <= limits.block_shared_memory;
-  return plan;
+  const int units = layout.frames * layout.slices / Shape::kChunk;
+  return {std::clamp(units, 1, most_warps<P, Shape, true>()), true};
 }
 
-template <typename T, typename P, typename Shape, bool kStaged>
+template <typename P, typename Shape, bool kTogether>
 void launch(const Context& context, const Arguments& a, AutoencoderForwardPlan plan,
             std::int64_t packed) {
   const std::int64_t tiles = (a.rows + 15) / 16;
-  const std::int64_t wanted = plan.group > 1 ? tiles : (tiles + plan.warps - 1) / plan.warps;
+  const std::int64_t wanted = kTogether ? tiles : (tiles + plan.warps - 1) / plan.warps;
   const DeviceLimits& limits = limits_of(context.device);
-  const std::int64_t shared = (kStaged ? packed : 0) + exchange_bytes(plan, a.layout);
+  const std::int64_t shared = (Shape::kWhole ? packed : 0) + exchange_bytes(plan, a.layout);
   // As many blocks as are at work at once.
-  std::int64_t resident = Shape::kForwardWarps / plan.warps;
+  std::int64_t resident = most_warps<P, Shape, kTogether>() / plan.warps;
   if (shared > 0) resident = std::min(resident, limits.shared_memory / (shared + 1024));
   const std::int64_t most = std::max<std::int64_t>(resident, 1) * limits.multiprocessors;
   launch_kernel(
       {context, std::min(wanted, most), 32 * plan.warps, static_cast<std::size_t>(shared), true},
-      "running the autoencoder", forward_kernel<T, P, Shape, kStaged>, a);
+      "running the autoencoder", forward_kernel<typename P::Weight, P, Shape, kTogether>, a);
+}
+
+/// The plan chosen here where `plan` is null.
+void run(const Context& context, const AutoencoderForwardArguments& call,
+         const AutoencoderForwardPlan* plan) {
+  const AutoencoderSizes& sizes = call.sizes;
+  if (sizes.rows == 0) return;
+  const PackedLayout layout = packed_layout(sizes, false);
+  const PackedKind kind = packed_kind(call.dtype, call.tf32);
+  const std::int64_t packed = packed_bytes(layout, kind);
+  const Scratch<unsigned char> memory(context, packed);
+  pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, false,
+               layout, memory.data());
+  const Arguments a{call.x,        call.out,     call.z,        static_cast<float*>(call.score),
+                    memory.data(), sizes.rows,   call.x_stride, sizes.n_mels,
+                    sizes.frames,  sizes.latent, layout};
+  dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
+    const auto start = [&]<typename Shape>(Shape) {
+      const AutoencoderForwardPlan chosen =
+          plan != nullptr ? *plan : plan_for<P, Shape>(context, sizes.rows, layout);
+      if (chosen.together) {
+        launch<P, Shape, true>(context, a, chosen, packed);
+      } else {
+        launch<P, Shape, false>(context, a, chosen, packed);
+      }
+    };
+    if (is_default(context, call, layout, packed)) {
+      start(DefaultShape{});
+    } else {
+      start(WideShape{});
+    }
+  });
 }
 
 }  // namespace
@@ -289,34 +348,12 @@ std::string autoencoder_fused_declines(const Context& context,
 }
 
 void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call) {
-  const PackedLayout layout = packed_layout(call.sizes, false);
-  const std::int64_t packed = packed_bytes(layout, packed_kind(call.dtype, call.tf32));
-  autoencoder_fused_run(context, call, plan_for(context, call, layout, packed));
+  run(context, call, nullptr);
 }
 
 void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call,
                            AutoencoderForwardPlan plan) {
-  const AutoencoderSizes& sizes = call.sizes;
-  if (sizes.rows == 0) return;
-  const PackedLayout layout = packed_layout(sizes, false);
-  const PackedKind kind = packed_kind(call.dtype, call.tf32);
-  const std::int64_t packed = packed_bytes(layout, kind);
-  const Scratch<unsigned char> memory(context, packed);
-  pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, false,
-               layout, memory.data());
-  const Arguments a{call.x,        call.out,     call.z,        static_cast<float*>(call.score),
-                    memory.data(), sizes.rows,   call.x_stride, sizes.n_mels,
-                    sizes.frames,  sizes.latent, plan.group,    layout};
-  dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
-    using T = typename P::Weight;
-    if (!is_default(call)) {
-      launch<T, P, WideShape, false>(context, a, plan, packed);
-    } else if (plan.staged) {
-      launch<T, P, DefaultShape, true>(context, a, plan, packed);
-    } else {
-      launch<T, P, DefaultShape, false>(context, a, plan, packed);
-    }
-  });
+  run(context, call, &plan);
 }
 
 }  // namespace fusewise::cuda

@@ -6,9 +6,8 @@ namespace fusewise::cuda {
 
 /// How the work is laid out.
 struct AutoencoderForwardPlan {
-  int warps;    ///< of a block
-  int group;    ///< of them, those that share 16 rows: 1 or all
-  bool staged;  ///< weights in shared memory
+  int warps;      ///< of a block
+  bool together;  ///< all of them share 16 rows at a time; else each has its own
 };
 
 /// The whole model as one kernel, behind a small one that packs the weights.

@@ -50,12 +50,19 @@ __device__ __forceinline__ void mma_tf32(float& c0, float& c1, float& c2, float&
 }
 
 /// The tensor cores drop the bits of a float32 below TF32's. Adding half of the last kept bit first
-/// rounds to nearest.
+/// rounds to nearest; NaN's bits must not go over into the sign.
 constexpr unsigned kTf32Half = 0x1000u;
 constexpr unsigned kTf32Mask = 0xffffe000u;
 
+__device__ __forceinline__ float nearest_tf32(float value) {
+  const unsigned bits = (__float_as_uint(value) + kTf32Half) & kTf32Mask;
+  return isfinite(value) ? __uint_as_float(bits) : value;
+}
+
+/// Rounds what the tensor cores get in one instruction: adds, on the average over the mantissas,
+/// half of the last kept bit. The error is at most two thirds of that bit, and has no sign.
 __device__ __forceinline__ unsigned round_to_tf32(float value) {
-  return __float_as_uint(value) + kTf32Half;
+  return __float_as_uint(fmaf(value, 3.3857e-4f, value));
 }
 
 /// What the tensor cores drop of value.
@@ -63,9 +70,9 @@ __device__ __forceinline__ unsigned dropped(float value) {
   return __float_as_uint(value - __uint_as_float(__float_as_uint(value) & kTf32Mask));
 }
 
-/// value = high + low, high rounded to nearest.
+/// value = high + low, high rounded to nearest; finite values only.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-  high = round_to_tf32(value) & kTf32Mask;
+  high = (__float_as_uint(value) + kTf32Half) & kTf32Mask;
   low = __float_as_uint(value - __uint_as_float(high));
 }
 
@@ -197,34 +204,43 @@ struct HalfProducts {
 
 // ---- rows in memory
 
+/// Four neighbouring values as they lie in memory. They are turned into floats by who uses them, so
+/// that nobody waits for them before.
 template <typename T>
-__device__ __forceinline__ float4 to_floats(uint2 bits) {
-  const T* h = reinterpret_cast<const T*>(&bits);
-  return {to_accumulator<float>(h[0]), to_accumulator<float>(h[1]), to_accumulator<float>(h[2]),
-          to_accumulator<float>(h[3])};
-}
-
-/// Four neighbouring values that no kernel writes while this one runs.
-__device__ __forceinline__ float4 load_four(const float* p) {
-  const Vector<float> v = load_once(p);
-  return {v.values[0], v.values[1], v.values[2], v.values[3]};
-}
-template <typename T>
-__device__ __forceinline__ float4 load_four(const T* p) {
+struct Four {
   uint2 bits;
-  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-               : "=r"(bits.x), "=r"(bits.y)
-               : "l"(p));
-  return to_floats<T>(bits);
-}
-/// Four that this kernel itself wrote.
-__device__ __forceinline__ float4 load_four(float* p) {
-  return *reinterpret_cast<const float4*>(p);
-}
-template <typename T>
-__device__ __forceinline__ float4 load_four(T* p) {
-  return to_floats<T>(*reinterpret_cast<const uint2*>(p));
-}
+
+  /// What no kernel writes while this one runs.
+  __device__ __forceinline__ void load(const T* p) {
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(bits.x), "=r"(bits.y)
+                 : "l"(p));
+  }
+  /// What this kernel itself wrote.
+  __device__ __forceinline__ void load_own(const T* p) {
+    bits = *reinterpret_cast<const uint2*>(p);
+  }
+  __device__ __forceinline__ void set(int i, T value) { reinterpret_cast<T*>(&bits)[i] = value; }
+  __device__ __forceinline__ float operator[](int i) const {
+    return to_accumulator<float>(reinterpret_cast<const T*>(&bits)[i]);
+  }
+};
+template <>
+struct Four<float> {
+  float values[4];
+
+  __device__ __forceinline__ void load(const float* p) {
+    const Vector<float> v = load_once(p);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = v.values[i];
+  }
+  __device__ __forceinline__ void load_own(const float* p) {
+    const float4 v = *reinterpret_cast<const float4*>(p);
+    values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+  }
+  __device__ __forceinline__ void set(int i, float value) { values[i] = value; }
+  __device__ __forceinline__ float operator[](int i) const { return values[i]; }
+};
 
 __device__ __forceinline__ void store_four(float* p, const float (&v)[4]) {
   __stcs(reinterpret_cast<float4*>(p), make_float4(v[0], v[1], v[2], v[3]));
@@ -236,18 +252,22 @@ __device__ __forceinline__ void store_four(T* p, const float (&v)[4]) {
 }
 
 /// Columns [column, column + 4) of a row that has `columns`; zero beyond. kWhole: no column is
-/// missing and the address allows vectors.
+/// missing and the address allows vectors. A T that is not const is what this kernel wrote.
 template <bool kWhole, typename T>
-__device__ __forceinline__ void load_row(float (&v)[4], T* row, int column, int columns) {
-  if constexpr (kWhole) {
-    const float4 four = load_four(row + column);
-    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-  } else {
+__device__ __forceinline__ Four<std::remove_const_t<T>> load_row(T* row, int column, int columns) {
+  using Value = std::remove_const_t<T>;
+  Four<Value> four;
+  if constexpr (!kWhole) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      v[i] = column + i < columns ? to_accumulator<float>(row[column + i]) : 0.f;
+      four.set(i, column + i < columns ? row[column + i] : from_accumulator<Value>(0.f));
     }
+  } else if constexpr (std::is_const_v<T>) {
+    four.load(row + column);
+  } else {
+    four.load_own(row + column);
   }
+  return four;
 }
 template <bool kWhole, typename T>
 __device__ __forceinline__ void store_row(T* row, const float (&v)[4], int column, int columns) {

@@ -2,6 +2,8 @@
 // part inside Linear, decoder times basis. Reads each parameter a few times, writes some 100 KB.
 // Bound by latency: a block makes one row of a matrix; four share a basis vector.
 
+#include <algorithm>
+
 #include "cuda/autoencoder/fragments.cuh"
 #include "cuda/autoencoder/pack.cuh"
 #include "cuda/launch.cuh"
@@ -11,7 +13,6 @@ namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kParts = 4;     // blocks that share a basis vector
 constexpr int kDotLanes = 8;  // lanes that share an element of decoder times basis
 
 template <typename W, typename E>
@@ -19,6 +20,7 @@ struct Packing {
   AutoencoderTensors<const void*> parameters;
   PackedLayout layout;
   int n_mels, frames, latent, slice_latent;
+  int parts;  // blocks that share a basis vector
   bool backward;
   E* weights;
   float* floats;
@@ -38,8 +40,7 @@ __device__ __forceinline__ int position(int n, int k, int input_blocks) {
 template <typename E, bool kRound>
 __device__ __forceinline__ E packed_value(float value) {
   if constexpr (kRound) {
-    // Infinity and NaN would turn into something else.
-    return isfinite(value) ? __uint_as_float(round_to_tf32(value) & kTf32Mask) : value;
+    return nearest_tf32(value);
   } else {
     return from_accumulator<E>(value);
   }
@@ -80,6 +81,17 @@ template <typename W, typename E, bool kRound>
 __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) {
   const PackedLayout& y = p.layout;
   const int width = p.frames * p.slice_latent;
+  const int padded_mels = 16 * y.mels, lane = threadIdx.x % kDotLanes;
+  const int count = p.frames * padded_mels, step = p.parts * (kThreads / kDotLanes);
+  const int mine = part * (kThreads / kDotLanes) + threadIdx.x / kDotLanes;
+  if (mine < count && mine % padded_mels < p.n_mels) {
+    // Sent for before the barrier, as the dot product below wants it.
+    const W* at = static_cast<const W*>(p.parameters.decoder_weight) +
+                  static_cast<long long>(mine % padded_mels) * p.slice_latent;
+    for (int s = lane * (32 / sizeof(W)); s < p.slice_latent; s += kDotLanes * (32 / sizeof(W))) {
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(at + s));
+    }
+  }
   for (int k = threadIdx.x; k < width; k += blockDim.x) {
     row[k] = l < p.latent ? p.read(p.parameters.basis, static_cast<long long>(l) * width + k) : 0.f;
   }
@@ -93,8 +105,6 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
   const float inverse = 1.f / (norm < 1e-12f ? 1e-12f : norm);
   if (part == 0 && threadIdx.x == 0) p.floats[y.inverse_norm + l] = inverse;
 
-  const int padded_mels = 16 * y.mels, lane = threadIdx.x % kDotLanes;
-  const int count = p.frames * padded_mels, step = kParts * kThreads / kDotLanes;
   // Whole warps stay together for the sum.
   for (int first = part * (kThreads / kDotLanes); first < count; first += step) {
     const int i = first + threadIdx.x / kDotLanes;
@@ -119,7 +129,7 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
 
   const int padded_slices = 16 * y.slices;
   for (int i = part * kThreads + threadIdx.x; i < p.frames * padded_slices;
-       i += kParts * kThreads) {
+       i += p.parts * kThreads) {
     const int f = i / padded_slices, s = i - f * padded_slices;
     const float value = s < p.slice_latent ? row[f * p.slice_latent + s] * inverse : 0.f;
     const E e = packed_value<E, kRound>(value);
@@ -137,8 +147,8 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
   const PackedLayout& y = p.layout;
   const auto& q = p.parameters;
   int b = blockIdx.x;
-  const int basis = kParts * 16 * y.latents, encoder = 16 * y.slices, mid = 16 * y.latents;
-  if (b < basis) return pack_basis<W, E, kRound>(p, b / kParts, b % kParts, row);
+  const int basis = p.parts * 16 * y.latents, encoder = 16 * y.slices, mid = 16 * y.latents;
+  if (b < basis) return pack_basis<W, E, kRound>(p, b / p.parts, b % p.parts, row);
   b -= basis;
   if (b < encoder) {
     return pack_linear<W, E, kRound>(p, b, p.slice_latent, p.n_mels, q.encoder_weight,
@@ -161,16 +171,16 @@ void launch(const Context& context, const AutoencoderSizes& sizes,
             const AutoencoderTensors<const void*>& parameters, bool backward,
             const PackedLayout& layout, void* packed) {
   E* weights = static_cast<E*>(packed);
-  const Packing<W, E> p{parameters,
-                        layout,
-                        sizes.n_mels,
-                        sizes.frames,
-                        sizes.latent,
-                        sizes.slice_latent,
-                        backward,
-                        weights,
-                        reinterpret_cast<float*>(weights + std::int64_t{4} * layout.groups)};
-  const std::int64_t blocks = 16 * (std::int64_t{kParts + 1} * layout.latents + layout.slices) + 1;
+  // So many that a thread has one dot product to do.
+  const int parts =
+      std::min((sizes.frames * 16 * layout.mels * kDotLanes + kThreads - 1) / kThreads, 16);
+  const Packing<W, E> p{
+      parameters,   layout,
+      sizes.n_mels, sizes.frames,
+      sizes.latent, sizes.slice_latent,
+      parts,        backward,
+      weights,      reinterpret_cast<float*>(weights + std::int64_t{4} * layout.groups)};
+  const std::int64_t blocks = 16 * (std::int64_t{p.parts + 1} * layout.latents + layout.slices) + 1;
   const std::size_t shared = sizeof(float) * sizes.frames * sizes.slice_latent;
   launch_kernel({context, blocks, kThreads, shared}, "packing the autoencoder's weights",
                 pack_kernel<W, E, kRound>, p);

@@ -7,20 +7,19 @@
 
 namespace fusewise::cuda::autoencoder {
 
-/// The sizes for which registers are kept, and how much of them is known before run time.
-/// n_mels 64, latent 32, any number of frames, slice_latent a multiple of 32.
+/// The sizes for which registers are kept, and how much of them is known before run time; the
+/// number of frames never is. n_mels 64, latent 32, slice_latent 64, rows aligned to vectors.
 struct DefaultShape {
-  static constexpr int kMels = 4, kLatents = 2;  // blocks of 16
-  static constexpr int kChunk = 2;               // blocks of results made together
-  static constexpr bool kWhole = true;           // no padding, vectors everywhere
-  static constexpr int kForwardWarps = 16;       // of a block at the most, for their registers
+  static constexpr int kMels = 4, kLatents = 2, kSlices = 4;  // blocks of 16
+  static constexpr int kChunk = 2;                            // blocks of results made together
+  static constexpr int kBackwardChunk = 4;                    // there, each warp has more registers
+  static constexpr bool kWhole = true;                        // no padding, vectors everywhere
 };
 /// n_mels up to 128, latent up to 64, the rest any.
 struct WideShape {
-  static constexpr int kMels = 8, kLatents = 4;
-  static constexpr int kChunk = 1;
+  static constexpr int kMels = 8, kLatents = 4, kSlices = 0;
+  static constexpr int kChunk = 1, kBackwardChunk = 1;
   static constexpr bool kWhole = false;
-  static constexpr int kForwardWarps = 8;
 };
 
 template <typename Weight>
@@ -62,42 +61,50 @@ struct Weights {
   }
 };
 
-/// results[j] += inputs times the packed matrix at `matrix`, output blocks first_output + j, input
-/// blocks first_input and on.
-template <typename P, int kResults, int kInputs, typename Source>
+/// results[j] += one input block times the packed matrix at `matrix`: output blocks first_output +
+/// j, input block `input`. So many blocks of results at a time as kAtOnce says: more hide more of
+/// the wait for each term, and need more registers.
+template <typename P, int kAtOnce, int kResults, typename Source>
+__device__ __forceinline__ void multiply_block(Block (&results)[kResults], int result_count,
+                                               const typename P::Left& left, const Source& weights,
+                                               int matrix, int first_output, int input,
+                                               int matrix_inputs) {
+  constexpr int kTogether = kResults < kAtOnce ? kResults : kAtOnce;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < kResults; j += kTogether) {
+    if (j >= result_count) break;
+    typename P::Right right[kTogether][2];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (j + i >= result_count) break;
+      const int at = matrix + ((2 * (first_output + j + i)) * matrix_inputs + input) * 32 + lane;
+      right[i][0] = P::right(weights.load(at));
+      right[i][1] = P::right(weights.load(at + 32 * matrix_inputs));
+    }
+#pragma unroll
+    for (int term = 0; term < P::kTerms; ++term) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (j + i >= result_count) break;
+        P::term(term, results[j + i], 0, left, right[i][0]);
+        P::term(term, results[j + i], 1, left, right[i][1]);
+      }
+    }
+  }
+}
+
+/// The same for several input blocks, first_input and on.
+template <typename P, int kAtOnce, int kResults, int kInputs, typename Source>
 __device__ __forceinline__ void multiply_blocks(Block (&results)[kResults], int result_count,
                                                 const Block (&inputs)[kInputs], int input_count,
                                                 const Source& weights, int matrix, int first_output,
                                                 int first_input, int matrix_inputs) {
-  // So many results at a time; more would need too many registers.
-  constexpr int kTogether = kResults < 2 ? kResults : 2;
-  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < kInputs; ++k) {
     if (k >= input_count) break;
-    const auto left = P::left(inputs[k]);
-#pragma unroll
-    for (int j = 0; j < kResults; j += kTogether) {
-      if (j >= result_count) break;
-      typename P::Right right[kTogether][2];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (j + i >= result_count) break;
-        const int at =
-            matrix + ((2 * (first_output + j + i)) * matrix_inputs + first_input + k) * 32 + lane;
-        right[i][0] = P::right(weights.load(at));
-        right[i][1] = P::right(weights.load(at + 32 * matrix_inputs));
-      }
-#pragma unroll
-      for (int term = 0; term < P::kTerms; ++term) {
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          if (j + i >= result_count) break;
-          P::term(term, results[j + i], 0, left, right[i][0]);
-          P::term(term, results[j + i], 1, left, right[i][1]);
-        }
-      }
-    }
+    multiply_block<P, kAtOnce>(results, result_count, P::left(inputs[k]), weights, matrix,
+                               first_output, first_input + k, matrix_inputs);
   }
 }
 
@@ -182,6 +189,20 @@ __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
   }
 }
 
+template <int kBlocks, typename T>
+__device__ __forceinline__ void expand(Block (&blocks)[kBlocks], const Four<T> (&raw)[kBlocks][2],
+                                       int count) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    if (b >= count) break;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) blocks[b].v[r][i] = raw[b][r][i];
+    }
+  }
+}
+
 /// The two rows of a tensor that a lane has a part of. Beyond the last row, that one is read in its
 /// place, and nothing is written.
 template <typename T>
@@ -200,19 +221,28 @@ struct RowPair {
     }
   }
 
-  /// Columns of frame `offset`, as blocks from `first` on.
+  using Raw = Four<std::remove_const_t<T>>;
+
+  /// Columns of the frame at `offset`, as they lie in memory, blocks `first` and on.
   template <bool kWhole, int kBlocks>
-  __device__ __forceinline__ void load(Block (&blocks)[kBlocks], int first, int count,
-                                       long long offset, int columns) const {
+  __device__ __forceinline__ void fetch(Raw (&raw)[kBlocks][2], int first, int count,
+                                        long long offset, int columns) const {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       if (b >= count) break;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        load_row<kWhole>(blocks[b].v[r], at[r] + offset, 16 * (first + b) + 4 * t, columns);
+        raw[b][r] = load_row<kWhole>(at[r] + offset, 16 * (first + b) + 4 * t, columns);
       }
     }
+  }
+  template <bool kWhole, int kBlocks>
+  __device__ __forceinline__ void load(Block (&blocks)[kBlocks], int first, int count,
+                                       long long offset, int columns) const {
+    Raw raw[kBlocks][2];
+    fetch<kWhole>(raw, first, count, offset, columns);
+    expand(blocks, raw, count);
   }
   /// Zeros beyond the last row.
   template <int kBlocks>
@@ -262,7 +292,7 @@ inline bool rows_aligned(const void* address, std::int64_t stride, std::int64_t 
 
 inline bool has_default_shape(const AutoencoderSizes& s) {
   return s.n_mels == 16 * DefaultShape::kMels && s.latent == 16 * DefaultShape::kLatents &&
-         s.slice_latent % (16 * DefaultShape::kChunk) == 0;
+         s.slice_latent == 16 * DefaultShape::kSlices;
 }
 
 /// body(P): how the products are done.
