@@ -445,10 +445,13 @@ void check_forward(const Problem& p, const char* name, const Results<double>& wa
               same ? "" : "  NOT DETERMINISTIC");
 }
 
-void check_backward(const Problem& p, const char* name, const Backward& run) {
+void check_backward(const Problem& p, const char* name, const Backward& run,
+                    const void* projection = nullptr, bool scores = true) {
   const auto sizes = tensor_sizes(p.sizes);
   for (int source = 0; source < 4; ++source) {
+    if (!scores && source % 2 == 1) continue;
     auto call = p.backward();
+    call.projection = projection;
     if (source == 0 || source == 3) call.d_out = p.g_dout;
     if (source == 1 || source == 3) call.d_score = p.g_dscore;
     if (source == 2 || source == 3) call.d_z = p.g_dz;
@@ -594,6 +597,18 @@ int main(int argc, char** argv) {
           check_forward(p, "5 warps together", want, plain, planned({5, true}));
           check_nan_row(p, "chosen", fused);
           check_backward(p, "chosen", fused);
+          void* kept = nullptr;
+          check_cuda(cudaMalloc(&kept, sizes.rows * sizes.latent * 4), "projection");
+          auto keeps = p.forward();
+          keeps.projection = kept;
+          fused(keeps);
+          check_backward(p, "projection kept", fused, kept);
+          if (sizes.n_mels == 64) check_backward(p, "8 warps", planned_back({8, true}), kept);
+          if (sizes.n_mels == 64) {
+            // Beside 12 warps, float32 leaves no room for what the score needs.
+            check_backward(p, "12 warps", planned_back({12, true}), kept, mode.dtype != DType::f32);
+          }
+          cudaFree(kept);
           if (!small) check_backward(p, "2 warps, L1", planned_back({2, false}));
         }
         if (sizes.rows < 1000) {
@@ -613,9 +628,13 @@ int main(int argc, char** argv) {
       const Problem p({65536, 64, 5, 32, 64}, mode);
       auto forward = p.forward();
       forward.out = p.out;
-      fused(forward);
       auto backward = p.backward();
       backward.d_out = p.g_dout;
+      void* kept = nullptr;
+      check_cuda(cudaMalloc(&kept, 65536 * 32 * 4), "projection");
+      forward.projection = kept;
+      backward.projection = kept;
+      fused(forward);
       fused(backward);
       check_cuda(cudaDeviceSynchronize(), "profile");
     }
@@ -636,7 +655,9 @@ int main(int argc, char** argv) {
       check_cuda(cudaMalloc(&x, bytes * sets), "x");
       check_cuda(cudaMalloc(&y, bytes * sets), "y");
       check_cuda(cudaMalloc(&d, bytes * sets), "d");
-      float *small, *d_score;
+      float *small, *d_score, *kept;
+      check_cuda(cudaMalloc(&kept, rows * 32 * 4), "projection");
+      cudaMemset(kept, 0, rows * 32 * 4);
       void* small_memory;
       check_cuda(cudaMalloc(&small_memory, 1 << 20), "packed");
       check_cuda(cudaMalloc(&small, rows * 32 * 4), "z");
@@ -667,6 +688,7 @@ int main(int argc, char** argv) {
         if (flavour == 0) call.out = y + bytes * (set % sets);
         if (flavour == 1) call.z = small;
         if (flavour == 2) call.score = small;
+        if (flavour == 3) call.out = y + bytes * (set % sets), call.projection = kept;
         return call;
       };
       const auto backward = [&](int set, int source) {
@@ -676,6 +698,7 @@ int main(int argc, char** argv) {
         call.dx = y + bytes * (set % sets);
         if (source == 0) call.d_out = d + bytes * (set % sets);
         if (source == 1) call.d_score = d_score;
+        call.projection = kept;
         return call;
       };
       std::printf("%-5s %6lld rows |", mode.name, static_cast<long long>(rows));
@@ -689,7 +712,7 @@ int main(int argc, char** argv) {
       show("back", [&](int i) { fused(backward(i, 0)); });
       show("back(score)", [&](int i) { fused(backward(i, 1)); });
       show("f+b", [&](int i) {
-        fused(forward(i, 0));
+        fused(forward(i, 3));
         fused(backward(i, 0));
       });
       std::printf("\n    plans:");
@@ -699,7 +722,7 @@ int main(int argc, char** argv) {
         std::snprintf(name, sizeof name, "%dw%s", plan.warps, plan.together ? " together" : "");
         show(name, [&](int i) { planned(plan)(forward(i, 0)); });
       }
-      for (int warps : {1, 2, 4, 8}) {
+      for (int warps : {4, 8, 12}) {
         char name[64];
         std::snprintf(name, sizeof name, "back %dw", warps);
         show(name, [&](int i) { planned_back({warps, true})(backward(i, 0)); });
@@ -708,6 +731,11 @@ int main(int argc, char** argv) {
         const auto kind = autoencoder::packed_kind(mode.dtype, mode.tf32);
         autoencoder::pack_weights(context, sizes, p.tensors, mode.parameters, mode.dtype, kind,
                                   false, autoencoder::packed_layout(sizes, false), small_memory);
+      });
+      show("back, nothing kept", [&](int i) {
+        auto call = backward(i, 0);
+        call.projection = nullptr;
+        fused(call);
       });
       show("back, dx only", [&](int i) {
         auto call = backward(i, 0);
@@ -721,6 +749,7 @@ int main(int argc, char** argv) {
       cudaFree(d);
       cudaFree(small);
       cudaFree(d_score);
+      cudaFree(kept);
       cudaFree(small_memory);
     }
   }

@@ -34,7 +34,7 @@ struct AutoencoderTensors {
   Pointer decoder_bias{};     ///< slice_decoder.0.bias     [n_mels]
 };
 
-/// Any of out, z and score may be null; what only a null one needs is not computed.
+/// Any of the results may be null; what only a null one needs is not computed.
 struct AutoencoderForwardArguments {
   AutoencoderSizes sizes;
   AutoencoderTensors<const void*> parameters;
@@ -46,6 +46,8 @@ struct AutoencoderForwardArguments {
   void* out = nullptr;                 ///< [rows, frames * n_mels]
   void* z = nullptr;                   ///< [rows, latent]
   void* score = nullptr;               ///< [rows]
+  /// f32 (f64 for f64), [rows, latent]: c B^T, kept for backward, which is faster with it.
+  void* projection = nullptr;
 };
 
 /// d_out, d_z and d_score may be null, which stands for zero; of the results, a null one is not
@@ -62,7 +64,9 @@ struct AutoencoderBackwardArguments {
   const void* d_out = nullptr;    ///< dtype, [rows, frames * n_mels]
   const void* d_z = nullptr;      ///< dtype, [rows, latent]
   const void* d_score = nullptr;  ///< score's type, [rows]
-  void* dx = nullptr;             ///< dtype, [rows, frames * n_mels]
+  /// As forward kept it; null: computed once more.
+  const void* projection = nullptr;
+  void* dx = nullptr;  ///< dtype, [rows, frames * n_mels]
 };
 
 }  // namespace fusewise::cuda

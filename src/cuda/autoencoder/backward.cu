@@ -16,8 +16,6 @@ namespace fusewise::cuda {
 namespace autoencoder {
 namespace {
 
-constexpr int kMostWarps = 8;
-
 /// The columns of the tile in shared memory: what the sums over rows are made of.
 struct TileLayout {
   int outer;    ///< a frame of the output's gradient, later of the normalised input
@@ -43,7 +41,7 @@ inline TileLayout tile_layout(const PackedLayout& p) {
 
 struct Arguments {
   const void *x, *d_out, *d_z;
-  const float* d_score;
+  const float *d_score, *projection;
   void* dx;
   const void* packed;
   float* sums;
@@ -53,6 +51,8 @@ struct Arguments {
   TileLayout tile;
   SumsLayout at;
   WantedSums wanted;
+  int decode_groups;  // of a frame's decoder that are needed: the score needs both directions
+  int room;           // groups of the largest part that is a frame's own
 };
 
 /// Where a value lies in the tile. The columns of every four rows are shifted against each other:
@@ -151,7 +151,7 @@ __device__ __forceinline__ void add_products(const float* tile, int columns, int
     }
     float c[kTiles][4] = {};
     float row_sums[2] = {0.f, 0.f};
-#pragma unroll 4
+#pragma unroll 2
     for (int k = 0; k < rows; k += 8) {
       const int upper = (k + t) * columns, lower = upper + 4 * columns;
       const int turn = (t & 1) << 4 | (t & 2) << 2;
@@ -199,9 +199,8 @@ class WeightStream {
   using Group = typename Source::Group;
 
   __device__ __forceinline__ WeightStream(const Arguments& a, unsigned char* shared)
-      : packed_(static_cast<const Group*>(a.packed)), room_(a.layout.decode_step) {
+      : packed_(static_cast<const Group*>(a.packed)), room_(a.room) {
     const PackedLayout& y = a.layout;
-    room_ = max(room_, y.project_step);
     if constexpr (kStaged) {
       Group* groups = reinterpret_cast<Group*>(shared);
       float* floats = reinterpret_cast<float*>(groups + y.resident + 2 * room_);
@@ -213,10 +212,8 @@ class WeightStream {
       resident_ = {packed_, reinterpret_cast<const float*>(packed_ + y.groups)};
     }
   }
-  static std::int64_t shared_bytes(const PackedLayout& y) {
-    return std::int64_t{sizeof(Group)} *
-               (y.resident + 2 * std::max(y.decode_step, y.project_step)) +
-           4 * y.floats;
+  static std::int64_t shared_bytes(const PackedLayout& y, int room) {
+    return std::int64_t{sizeof(Group)} * (y.resident + 2 * room) + 4 * y.floats;
   }
 
   __device__ __forceinline__ const Source& resident() const { return resident_; }
@@ -259,7 +256,7 @@ class WeightStream {
 };
 
 template <typename T, typename P, typename Shape>
-__global__ void __launch_bounds__(32 * kMostWarps, 1)
+__global__ void __launch_bounds__(32 * Shape::kBackwardWarps, 1)
     backward_kernel(const __grid_constant__ Arguments a) {
   // Unpadded sizes and the staging of weights come together: both are for the default model.
   constexpr bool kStaged = Shape::kWhole;
@@ -276,14 +273,22 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   const int columns = at.columns, tile_rows = 16 * warps;
   constexpr int kChunk = Shape::kBackwardChunk, kTiles = Shape::kWhole ? 4 : 2;
   const bool reconstructs = a.d_out != nullptr || a.d_score != nullptr;
-  // The score needs the reconstruction, too.
-  const int decode_groups = a.d_score != nullptr ? y.decode_step : y.decode - y.decode_transposed;
+  const int decode_groups = a.decode_groups;
   const bool to_encoder = a.dx != nullptr || a.wanted.encode || a.wanted.project;
 
   wait_for_previous_kernel();
   allow_next_kernel();
   WeightStream<P, kStaged> stream(a, shared + sizeof(float) * tile_rows * columns);
-  stream.fetch(y.project, y.project_step);
+  const auto fetch_first = [&] {
+    if (a.projection == nullptr) {
+      stream.fetch(y.project, y.project_step);
+    } else if (reconstructs) {
+      stream.fetch(y.decode_transposed, decode_groups);
+    } else {
+      stream.fetch(y.project_transposed, y.project_step);
+    }
+  };
+  fetch_first();
   const auto& weights = stream.resident();
   float* sums = a.sums + static_cast<long long>(blockIdx.x) * a.at.floats;
   const long long width = static_cast<long long>(a.frames) * n_mels;
@@ -308,7 +313,11 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     Block normal[Shape::kLatents];
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) normal[l].fill(0.f);
-    for (int f = 0; f < a.frames; ++f) {
+    if (a.projection != nullptr) {
+      RowPair<const float>(a.projection, row, a.rows, latent)
+          .template load<Shape::kWhole>(normal, 0, latents, 0, latent);
+    }
+    for (int f = 0; f < a.frames && a.projection == nullptr; ++f) {
       stream.advance();
       if (f + 1 < a.frames) {
         stream.fetch(y.project + (f + 1) * y.project_step, y.project_step);
@@ -479,7 +488,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       if (f + 1 < a.frames) {
         stream.fetch(y.project_transposed + (f + 1) * y.project_step, y.project_step);
       } else if (begin + step < a.rows) {
-        stream.fetch(y.project, y.project_step);
+        fetch_first();
       }
       const auto own = stream.current();
       const int project = stream.place(y.project_transposed + f * y.project_step);
@@ -559,7 +568,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     if (!to_encoder) {
       // Nothing above took the place of these.
       stream.advance();
-      stream.fetch(y.project, y.project_step);
+      fetch_first();
       RowPair<const T>(x_base, row + step, a.rows, a.x_stride)
           .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
     }
@@ -574,7 +583,12 @@ bool is_default(const AutoencoderBackwardArguments& call) {
   const std::int64_t width = std::int64_t{call.sizes.frames} * call.sizes.n_mels;
   return has_default_shape(call.sizes) && rows_aligned(call.x, call.x_stride, bytes) &&
          rows_aligned(call.d_out, width, bytes) && rows_aligned(call.dx, width, bytes) &&
-         rows_aligned(call.d_z, call.sizes.latent, bytes);
+         rows_aligned(call.d_z, call.sizes.latent, bytes) &&
+         rows_aligned(call.projection, call.sizes.latent, 4);
+}
+
+int decode_groups(const AutoencoderBackwardArguments& call, const PackedLayout& y) {
+  return call.d_score != nullptr ? y.decode_step : y.decode - y.decode_transposed;
 }
 
 /// Shared memory of a block.
@@ -582,16 +596,23 @@ std::int64_t shared_bytes(const AutoencoderBackwardArguments& call, bool staged,
   const PackedLayout layout = packed_layout(call.sizes, true);
   const std::int64_t tile = std::int64_t{64} * warps * tile_layout(layout).columns;
   if (!staged) return tile;
+  const int room = std::max(layout.project_step, decode_groups(call, layout));
   return tile + (call.dtype == DType::f32
-                     ? WeightStream<Tf32Products, true>::shared_bytes(layout)
-                     : WeightStream<HalfProducts<__half>, true>::shared_bytes(layout));
+                     ? WeightStream<Tf32Products, true>::shared_bytes(layout, room)
+                     : WeightStream<HalfProducts<__half>, true>::shared_bytes(layout, room));
 }
 
 AutoencoderBackwardPlan plan_for(const Context& context, const AutoencoderBackwardArguments& call) {
-  const std::int64_t most = limits_of(context.device).block_shared_memory;
-  bool staged = is_default(call) && shared_bytes(call, true, 1) <= most;
-  int warps = kMostWarps;
-  while (warps > 1 && shared_bytes(call, staged, warps) > most) warps /= 2;
+  const DeviceLimits& limits = limits_of(context.device);
+  const bool staged = is_default(call) && shared_bytes(call, true, 4) <= limits.block_shared_memory;
+  // Few rows: four warps, which share the sums, on as many multiprocessors as there are.
+  const std::int64_t tiles = (call.sizes.rows + 15) / 16;
+  const int most = staged ? ManyWarps::kBackwardWarps : WideShape::kBackwardWarps;
+  int warps = static_cast<int>(std::clamp<std::int64_t>(
+      (tiles + 4 * limits.multiprocessors - 1) / (4 * limits.multiprocessors) * 4, 4, most));
+  while (warps > 1 && shared_bytes(call, staged, warps) > limits.block_shared_memory) {
+    warps = warps > 4 ? warps - 4 : warps / 2;
+  }
   return {warps, staged};
 }
 
@@ -639,14 +660,30 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
                             wanted.any() ? at.floats * std::max<std::int64_t>(blocks, 1) : 0);
   pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, true,
                layout, memory.data());
-  const Arguments a{
-      call.x,        call.d_out,          call.d_z,     static_cast<const float*>(call.d_score),
-      call.dx,       memory.data(),       sums.data(),  sizes.rows,
-      call.x_stride, sizes.n_mels,        sizes.frames, sizes.latent,
-      layout,        tile_layout(layout), at,           wanted};
+  const Arguments a{call.x,
+                    call.d_out,
+                    call.d_z,
+                    static_cast<const float*>(call.d_score),
+                    static_cast<const float*>(call.projection),
+                    call.dx,
+                    memory.data(),
+                    sums.data(),
+                    sizes.rows,
+                    call.x_stride,
+                    sizes.n_mels,
+                    sizes.frames,
+                    sizes.latent,
+                    layout,
+                    tile_layout(layout),
+                    at,
+                    wanted,
+                    decode_groups(call, layout),
+                    std::max(layout.project_step, decode_groups(call, layout))};
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
     const std::int64_t shared = shared_bytes(call, plan.staged, plan.warps);
-    if (plan.staged) {
+    if (plan.staged && plan.warps > DefaultShape::kBackwardWarps) {
+      launch<P, ManyWarps>(context, a, plan.warps, blocks, shared);
+    } else if (plan.staged) {
       launch<P, DefaultShape>(context, a, plan.warps, blocks, shared);
     } else {
       launch<P, WideShape>(context, a, plan.warps, blocks, shared);

@@ -19,7 +19,7 @@ namespace {
 struct Arguments {
   const void* x;
   void *out, *z;
-  float* score;
+  float *score, *projection;
   const void* packed;
   long long rows, x_stride;
   int n_mels, frames, latent;
@@ -31,7 +31,7 @@ template <typename P, typename Shape, bool kTogether>
 constexpr int most_warps() {
   if (!Shape::kWhole) return 8;
   if (kTogether) return 12;
-  return sizeof(typename P::Weight) == 2 ? 20 : 16;
+  return 16;
 }
 
 /// Adds up the blocks of all warps of the block, in order of the warps. Begins with a barrier that
@@ -181,6 +181,10 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
     }
     if (kTogether) sum_over_warps(projection, latents, exchange);
 
+    if (a.projection != nullptr && member == 0) {
+      RowPair<float>(a.projection, 16 * tile, a.rows, latent)
+          .template store<Shape::kWhole>(projection, 0, latents, 0, latent);
+    }
     float inverse_deviation[2];
     normalise<Shape::kWhole>(projection, latents, latent, inverse_deviation);
     Block z[Shape::kLatents];
@@ -268,6 +272,7 @@ bool is_default(const Context& context, const AutoencoderForwardArguments& call,
   const std::int64_t exchange = exchange_bytes({12, true}, layout);
   return has_default_shape(call.sizes) && rows_aligned(call.x, call.x_stride, bytes) &&
          rows_aligned(call.out, width, bytes) && rows_aligned(call.z, call.sizes.latent, bytes) &&
+         rows_aligned(call.projection, call.sizes.latent, 4) &&
          packed + exchange <= limits_of(context.device).block_shared_memory;
 }
 
@@ -310,9 +315,18 @@ void run(const Context& context, const AutoencoderForwardArguments& call,
   const Scratch<unsigned char> memory(context, packed);
   pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, false,
                layout, memory.data());
-  const Arguments a{call.x,        call.out,     call.z,        static_cast<float*>(call.score),
-                    memory.data(), sizes.rows,   call.x_stride, sizes.n_mels,
-                    sizes.frames,  sizes.latent, layout};
+  const Arguments a{call.x,
+                    call.out,
+                    call.z,
+                    static_cast<float*>(call.score),
+                    static_cast<float*>(call.projection),
+                    memory.data(),
+                    sizes.rows,
+                    call.x_stride,
+                    sizes.n_mels,
+                    sizes.frames,
+                    sizes.latent,
+                    layout};
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
     const auto start = [&]<typename Shape>(Shape) {
       const AutoencoderForwardPlan chosen =

@@ -12,13 +12,17 @@ namespace fusewise::cuda::autoencoder {
 struct DefaultShape {
   static constexpr int kMels = 4, kLatents = 2, kSlices = 4;  // blocks of 16
   static constexpr int kChunk = 2;                            // blocks of results made together
-  static constexpr int kBackwardChunk = 4;                    // there, each warp has more registers
-  static constexpr bool kWhole = true;                        // no padding, vectors everywhere
+  static constexpr int kBackwardChunk = 4, kBackwardWarps = 8;
+  static constexpr bool kWhole = true;  // no padding, vectors everywhere
+};
+/// The same with fewer registers for each of more warps.
+struct ManyWarps : DefaultShape {
+  static constexpr int kBackwardChunk = 2, kBackwardWarps = 12;
 };
 /// n_mels up to 128, latent up to 64, the rest any.
 struct WideShape {
   static constexpr int kMels = 8, kLatents = 4, kSlices = 0;
-  static constexpr int kChunk = 1, kBackwardChunk = 1;
+  static constexpr int kChunk = 1, kBackwardChunk = 1, kBackwardWarps = 8;
   static constexpr bool kWhole = false;
 };
 
