@@ -397,7 +397,7 @@ struct Problem {
     const double allowed =
         mode.loose > 0 ? mode.loose * scale + 1e-12 : 2 * plain_error + 4 * 1.1920929e-7 * scale;
     // The scale here is the largest value, not the larger sum of |terms|: hence some more.
-    if (!(error <= 1.5 * allowed)) ++failures;
+    if (!(error <= 2 * allowed)) ++failures;
     return error == 0 ? 0 : error / allowed;
   }
 };
@@ -446,10 +446,9 @@ void check_forward(const Problem& p, const char* name, const Results<double>& wa
 }
 
 void check_backward(const Problem& p, const char* name, const Backward& run,
-                    const void* projection = nullptr, bool scores = true) {
+                    const void* projection = nullptr) {
   const auto sizes = tensor_sizes(p.sizes);
   for (int source = 0; source < 4; ++source) {
-    if (!scores && source % 2 == 1) continue;
     auto call = p.backward();
     call.projection = projection;
     if (source == 0 || source == 3) call.d_out = p.g_dout;
@@ -604,10 +603,6 @@ int main(int argc, char** argv) {
           fused(keeps);
           check_backward(p, "projection kept", fused, kept);
           if (sizes.n_mels == 64) check_backward(p, "8 warps", planned_back({8, true}), kept);
-          if (sizes.n_mels == 64) {
-            // Beside 12 warps, float32 leaves no room for what the score needs.
-            check_backward(p, "12 warps", planned_back({12, true}), kept, mode.dtype != DType::f32);
-          }
           cudaFree(kept);
           if (!small) check_backward(p, "2 warps, L1", planned_back({2, false}));
         }
@@ -644,7 +639,7 @@ int main(int argc, char** argv) {
   for (const Mode& mode : kModes) {
     if (mode.dtype == DType::f64 || mode.parameters != mode.dtype) continue;
     if (!only.empty() && only != mode.name) continue;
-    for (std::int64_t rows : {1, 512, 4096, 16384, 65536}) {
+    for (std::int64_t rows : {1, 32, 512, 4096, 16384, 65536}) {
       const AutoencoderSizes sizes{rows, 64, 5, 32, 64};
       AutoencoderSizes little = sizes;
       little.rows = 16;
@@ -722,7 +717,7 @@ int main(int argc, char** argv) {
         std::snprintf(name, sizeof name, "%dw%s", plan.warps, plan.together ? " together" : "");
         show(name, [&](int i) { planned(plan)(forward(i, 0)); });
       }
-      for (int warps : {4, 8, 12}) {
+      for (int warps : {4, 8}) {
         char name[64];
         std::snprintf(name, sizeof name, "back %dw", warps);
         show(name, [&](int i) { planned_back({warps, true})(backward(i, 0)); });

@@ -16,6 +16,8 @@ namespace fusewise::cuda {
 namespace autoencoder {
 namespace {
 
+constexpr int kMostWarps = 8;
+
 /// The columns of the tile in shared memory: what the sums over rows are made of.
 struct TileLayout {
   int outer;    ///< a frame of the output's gradient, later of the normalised input
@@ -129,13 +131,14 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float
 
 /// sum[m][n] += sum over the tile's rows of column a + m times column b + n, m < 16 * a_blocks,
 /// n < 16 * b_blocks, and where `bias` is given, bias[m] += the sum of column a + m. `job` is the
-/// first piece of 16 by 8 * kTiles that this warp does, of every `warps`. The tile's sum is made in
-/// the tensor cores, which drop what does not fit, and added with rounding.
+/// first piece of 16 by 8 * kTiles that this warp does, of every `warps`. Unless `ready`, the
+/// block's barrier for the tile is passed on the way. The tile's sum is made in the tensor cores,
+/// which drop what does not fit, and added with rounding.
 template <bool kExact, int kTiles>
 __device__ __forceinline__ void add_products(const float* tile, int columns, int rows, int a,
                                              int a_blocks, int b, int b_blocks, float* sum,
                                              float* bias, bool first, bool bias_first, int& job,
-                                             int warps) {
+                                             bool& ready, int warps) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int across = 2 * b_blocks / kTiles, jobs = a_blocks * across;
   for (; job < jobs; job += warps) {
@@ -149,9 +152,12 @@ __device__ __forceinline__ void add_products(const float* tile, int columns, int
         before[j][r] = first ? make_float2(0.f, 0.f) : __ldcg(reinterpret_cast<const float2*>(at));
       }
     }
+    // What was summed before is on its way while the block waits for the tile.
+    if (!ready) __syncthreads();
+    ready = true;
     float c[kTiles][4] = {};
     float row_sums[2] = {0.f, 0.f};
-#pragma unroll 2
+#pragma unroll(kExact ? 2 : 4)
     for (int k = 0; k < rows; k += 8) {
       const int upper = (k + t) * columns, lower = upper + 4 * columns;
       const int turn = (t & 1) << 4 | (t & 2) << 2;
@@ -256,7 +262,7 @@ class WeightStream {
 };
 
 template <typename T, typename P, typename Shape>
-__global__ void __launch_bounds__(32 * Shape::kBackwardWarps, 1)
+__global__ void __launch_bounds__(32 * kMostWarps, 1)
     backward_kernel(const __grid_constant__ Arguments a) {
   // Unpadded sizes and the staging of weights come together: both are for the default model.
   constexpr bool kStaged = Shape::kWhole;
@@ -427,7 +433,7 @@ __global__ void __launch_bounds__(32 * Shape::kBackwardWarps, 1)
             }
             // What x itself has to do with the score; the way through the model is added below.
             if (a.dx != nullptr) {
-              dx.template store<Shape::kWhole>(original, m, 1, offset, n_mels);
+              dx.template store<Shape::kWhole, false>(original, m, 1, offset, n_mels);
             }
           }
         }
@@ -445,11 +451,13 @@ __global__ void __launch_bounds__(32 * Shape::kBackwardWarps, 1)
           d_out.template load<Shape::kWhole>(gradient, 0, mels, offset + n_mels, n_mels);
         }
         if (a.wanted.decode) {
-          __syncthreads();
           int job = warp;
+          bool ready = false;
           add_products<P::kExact, 2>(tile, columns, tile_rows, at.outer, mels, at.inner, latents,
                                      sums + a.at.q_decode + f * 256 * mels * latents,
-                                     sums + a.at.b_decode, first, first && f == 0, job, warps);
+                                     sums + a.at.b_decode, first, first && f == 0, job, ready,
+                                     warps);
+          if (!ready) __syncthreads();
         }
       }
     }
@@ -474,10 +482,12 @@ __global__ void __launch_bounds__(32 * Shape::kBackwardWarps, 1)
       __syncthreads();
       put<false>(tile, columns, dz, latents, at.hidden);
       put<!P::kExact>(tile, columns, normal, latents, at.slice);
-      __syncthreads();
       int job = warp;
+      bool ready = false;
       add_products<P::kExact, 2>(tile, columns, tile_rows, at.hidden, latents, at.slice, latents,
-                                 sums + a.at.q_mid, sums + a.at.b_mid, first, first, job, warps);
+                                 sums + a.at.q_mid, sums + a.at.b_mid, first, first, job, ready,
+                                 warps);
+      if (!ready) __syncthreads();
     }
 
     // Back through the encoder.
@@ -541,7 +551,7 @@ __global__ void __launch_bounds__(32 * Shape::kBackwardWarps, 1)
             if (m < mels) gradient[m].add(frame[m]);
           }
         }
-        dx.template store<Shape::kWhole>(gradient, 0, mels, offset, n_mels);
+        dx.template store<Shape::kWhole, false>(gradient, 0, mels, offset, n_mels);
       }
       if (f + 1 < a.frames) {
         x.template load<Shape::kWhole>(frame, 0, mels, offset + n_mels, n_mels);
@@ -550,19 +560,20 @@ __global__ void __launch_bounds__(32 * Shape::kBackwardWarps, 1)
             .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
       }
       if (a.wanted.encode || a.wanted.project) {
-        __syncthreads();
         int job = warp;
+        bool ready = false;
         if (a.wanted.encode) {
           add_products<P::kExact, kTiles>(tile, columns, tile_rows, at.hidden, slices, at.outer,
                                           mels, sums + a.at.q_encode, sums + a.at.b_encode,
-                                          first && f == 0, first && f == 0, job, warps);
+                                          first && f == 0, first && f == 0, job, ready, warps);
         }
+        // Smaller pieces, so that eight warps have the same to do.
         if (a.wanted.project) {
-          add_products<P::kExact, kTiles>(tile, columns, tile_rows, at.inner, latents, at.slice,
-                                          slices,
-                                          sums + a.at.q_project + f * 256 * latents * slices,
-                                          nullptr, first, false, job, warps);
+          add_products<P::kExact, 2>(tile, columns, tile_rows, at.inner, latents, at.slice, slices,
+                                     sums + a.at.q_project + f * 256 * latents * slices, nullptr,
+                                     first, false, job, ready, warps);
         }
+        if (!ready) __syncthreads();
       }
     }
     if (!to_encoder) {
@@ -607,9 +618,8 @@ AutoencoderBackwardPlan plan_for(const Context& context, const AutoencoderBackwa
   const bool staged = is_default(call) && shared_bytes(call, true, 4) <= limits.block_shared_memory;
   // Few rows: four warps, which share the sums, on as many multiprocessors as there are.
   const std::int64_t tiles = (call.sizes.rows + 15) / 16;
-  const int most = staged ? ManyWarps::kBackwardWarps : WideShape::kBackwardWarps;
   int warps = static_cast<int>(std::clamp<std::int64_t>(
-      (tiles + 4 * limits.multiprocessors - 1) / (4 * limits.multiprocessors) * 4, 4, most));
+      (tiles + 4 * limits.multiprocessors - 1) / (4 * limits.multiprocessors) * 4, 4, kMostWarps));
   while (warps > 1 && shared_bytes(call, staged, warps) > limits.block_shared_memory) {
     warps = warps > 4 ? warps - 4 : warps / 2;
   }
@@ -635,7 +645,7 @@ std::string autoencoder_fused_declines(const Context& context,
   std::string reason = shape_declines(call.sizes);
   if (!reason.empty()) return reason;
   const std::int64_t most = limits_of(context.device).block_shared_memory;
-  if (pack_shared_bytes(call.sizes) > most) return "a basis vector does not fit in shared memory";
+  if (basis_shared_bytes(call.sizes) > most) return "a basis vector does not fit in shared memory";
   if (shared_bytes(call, false, 1) > most) return "16 rows do not fit in shared memory";
   return {};
 }
@@ -681,9 +691,7 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
                     std::max(layout.project_step, decode_groups(call, layout))};
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
     const std::int64_t shared = shared_bytes(call, plan.staged, plan.warps);
-    if (plan.staged && plan.warps > DefaultShape::kBackwardWarps) {
-      launch<P, ManyWarps>(context, a, plan.warps, blocks, shared);
-    } else if (plan.staged) {
+    if (plan.staged) {
       launch<P, DefaultShape>(context, a, plan.warps, blocks, shared);
     } else {
       launch<P, WideShape>(context, a, plan.warps, blocks, shared);

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
 
     if (a.projection != nullptr && member == 0) {
       RowPair<float>(a.projection, 16 * tile, a.rows, latent)
-          .template store<Shape::kWhole>(projection, 0, latents, 0, latent);
+          .template store<Shape::kWhole, true>(projection, 0, latents, 0, latent);
     }
     float inverse_deviation[2];
     normalise<Shape::kWhole>(projection, latents, latent, inverse_deviation);
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
     }
     if (a.z != nullptr && member == 0) {
       RowPair<T>(static_cast<T*>(a.z), 16 * tile, a.rows, latent)
-          .template store<Shape::kWhole>(z, 0, latents, 0, latent);
+          .template store<Shape::kWhole, true>(z, 0, latents, 0, latent);
     }
     if (a.out == nullptr && a.score == nullptr) continue;
 
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
         multiply_blocks<P, kAtOnce>(result, Shape::kChunk, z, latents, weights,
                                     y.decode + f * y.decode_step, chunk, 0, latents);
         if (a.out != nullptr) {
-          out.template store<Shape::kWhole>(result, chunk, Shape::kChunk, offset, n_mels);
+          out.template store<Shape::kWhole, true>(result, chunk, Shape::kChunk, offset, n_mels);
         }
         if (a.score == nullptr) continue;
         // Padding is zero in both.
@@ -279,13 +279,18 @@ bool is_default(const Context& context, const AutoencoderForwardArguments& call,
 template <typename P, typename Shape>
 AutoencoderForwardPlan plan_for(const Context& context, std::int64_t rows,
                                 const PackedLayout& layout) {
-  // While there are multiprocessors to spare, the warps of a block share 16 rows.
-  const std::int64_t tiles = (rows + 15) / 16;
-  if (tiles > 2 * limits_of(context.device).multiprocessors) {
-    return {most_warps<P, Shape, false>(), false};
+  const std::int64_t tiles = (rows + 15) / 16, all = limits_of(context.device).multiprocessors;
+  // While there are multiprocessors to spare, the warps of a block share 16 rows; two such blocks
+  // have room on one of them.
+  if (tiles <= 2 * all) {
+    const int units = layout.frames * layout.slices / Shape::kChunk;
+    return {std::clamp(tiles <= all ? units : (units + 1) / 2, 1, most_warps<P, Shape, true>()),
+            true};
   }
-  const int units = layout.frames * layout.slices / Shape::kChunk;
-  return {std::clamp(units, 1, most_warps<P, Shape, true>()), true};
+  // Else all warps have the same number of rows.
+  const std::int64_t most = all * most_warps<P, Shape, false>();
+  const std::int64_t rounds = (tiles + most - 1) / most;
+  return {static_cast<int>((tiles + all * rounds - 1) / (all * rounds)), false};
 }
 
 template <typename P, typename Shape, bool kTogether>
@@ -355,7 +360,7 @@ std::string autoencoder_fused_declines(const Context& context,
   if (call.dtype == DType::f64) return "float64 has no matrix instruction here";
   std::string reason = shape_declines(call.sizes);
   if (!reason.empty()) return reason;
-  if (pack_shared_bytes(call.sizes) > limits_of(context.device).block_shared_memory) {
+  if (basis_shared_bytes(call.sizes) > limits_of(context.device).block_shared_memory) {
     return "a basis vector does not fit in shared memory";
   }
   return {};

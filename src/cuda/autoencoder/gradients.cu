@@ -4,6 +4,8 @@
 
 #include "cuda/autoencoder/gradients.cuh"
 
+#include <algorithm>
+
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/vector.cuh"
@@ -12,6 +14,7 @@ namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kFinishThreads = 1024;  // a block has one long sum for each of few results
 constexpr int kColumns = 64;  // of a block that adds; its four strands take every fourth summand
 
 __global__ void __launch_bounds__(kThreads) add_blocks_kernel(float* sums, int floats, int blocks) {
@@ -61,7 +64,7 @@ __device__ void finish_linear(const float* q, const float* b, int outputs, int i
                               int k, const void* weight, const void* norm_weight,
                               const void* norm_bias, void* d_weight, void* d_bias,
                               void* d_norm_weight, void* d_norm_bias) {
-  __shared__ float parts[2][kThreads / 32];
+  __shared__ float parts[2][kFinishThreads / 32];
   const float scale = read<W>(norm_weight, k), shift = read<W>(norm_bias, k);
   float d_scale = 0, d_shift = 0;
   for (int n = threadIdx.x; n < outputs; n += blockDim.x) {
@@ -81,7 +84,7 @@ __device__ void finish_linear(const float* q, const float* b, int outputs, int i
   __syncthreads();
   if (threadIdx.x < 2) {
     float sum = 0;
-    for (int i = 0; i < kThreads / 32; ++i) sum += parts[threadIdx.x][i];
+    for (int i = 0; i < kFinishThreads / 32; ++i) sum += parts[threadIdx.x][i];
     write<W>(threadIdx.x == 0 ? d_norm_weight : d_norm_bias, k, sum);
   }
 }
@@ -89,36 +92,38 @@ __device__ void finish_linear(const float* q, const float* b, int outputs, int i
 /// Row l of the basis: d = q_project + q_decode^T W_dec is the gradient of the normalised row u,
 /// and (d - u (u . d)) / norm that of the row itself.
 template <typename W>
-__device__ void finish_basis(const Finish& a, int l, float* row) {
-  __shared__ float parts[kThreads / 32], along;
+__device__ void finish_basis(const Finish& a, int l, float* row, float* scratch) {
+  __shared__ float parts[kFinishThreads / 32], along;
   const int width = a.frames * a.slice_latent;
   const int latents = 16 * a.layout.latents, mels = 16 * a.layout.mels,
             slices = 16 * a.layout.slices;
   const float inverse = a.inverse_norm[l];
   const long long begin = static_cast<long long>(l) * width;
+  block_sum(
+      a.decodes ? a.n_mels : 1, width, scratch,
+      [&](int i, int step, int k) {
+        const int f = k / a.slice_latent, s = k - f * a.slice_latent;
+        float sum = i == 0 ? a.sums[a.at.q_project + (f * latents + l) * slices + s] : 0.f;
+        if (!a.decodes) return sum;
+        const float* q = a.sums + a.at.q_decode + f * mels * latents + l;
+#pragma unroll 8
+        for (int m = i; m < a.n_mels; m += step) {
+          sum += q[m * latents] * read<W>(a.parameters.decoder_weight,
+                                          static_cast<long long>(m) * a.slice_latent + s);
+        }
+        return sum;
+      },
+      [&](int k, float sum) { row[k] = sum; });
   float dot = 0;
   for (int i = threadIdx.x; i < width; i += blockDim.x) {
-    const int f = i / a.slice_latent, s = i - f * a.slice_latent;
-    float d = a.sums[a.at.q_project + (f * latents + l) * slices + s];
-    if (a.decodes) {
-      const float* q = a.sums + a.at.q_decode + f * mels * latents + l;
-      float sum = 0;
-#pragma unroll 8
-      for (int m = 0; m < a.n_mels; ++m) {
-        sum += q[m * latents] *
-               read<W>(a.parameters.decoder_weight, static_cast<long long>(m) * a.slice_latent + s);
-      }
-      d += sum;
-    }
-    row[i] = d;
-    dot += d * (read<W>(a.parameters.basis, begin + i) * inverse);
+    dot += row[i] * (read<W>(a.parameters.basis, begin + i) * inverse);
   }
   dot = warp_sum(dot);
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = dot;
   __syncthreads();
   if (threadIdx.x == 0) {
     float sum = 0;
-    for (int i = 0; i < kThreads / 32; ++i) sum += parts[i];
+    for (int i = 0; i < kFinishThreads / 32; ++i) sum += parts[i];
     // Below the smallest norm the divisor is a constant.
     along = inverse >= 1e12f ? 0.f : sum;
   }
@@ -131,45 +136,46 @@ __device__ void finish_basis(const Finish& a, int l, float* row) {
 
 /// Row m of the decoder's weights: sum over f of q_decode_f B^_f.
 template <typename W>
-__device__ void finish_decoder(const Finish& a, int m) {
+__device__ void finish_decoder(const Finish& a, int m, float* scratch) {
   const int latents = 16 * a.layout.latents, mels = 16 * a.layout.mels;
   const int width = a.frames * a.slice_latent;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && a.gradients.decoder_bias != nullptr) {
     write<W>(a.gradients.decoder_bias, m, a.decodes ? a.sums[a.at.b_decode + m] : 0.f);
   }
   if (a.gradients.decoder_weight == nullptr) return;
-  for (int s = threadIdx.x; s < a.slice_latent; s += blockDim.x) {
-    float total = 0;
-    if (a.decodes) {
-      for (int f = 0; f < a.frames; ++f) {
-        const float* q = a.sums + a.at.q_decode + (f * mels + m) * latents;
+  const int terms = a.decodes ? a.frames * a.latent : 0;
+  block_sum(
+      terms, a.slice_latent, scratch,
+      [&](int i, int step, int s) {
         float sum = 0;
 #pragma unroll 8
-        for (int l = 0; l < a.latent; ++l) {
-          sum += q[l] * a.inverse_norm[l] *
+        for (int term = i; term < terms; term += step) {
+          const int f = term / a.latent, l = term - f * a.latent;
+          sum += a.sums[a.at.q_decode + (f * mels + m) * latents + l] * a.inverse_norm[l] *
                  read<W>(a.parameters.basis,
                          static_cast<long long>(l) * width + f * a.slice_latent + s);
         }
-        total += sum;
-      }
-    }
-    write<W>(a.gradients.decoder_weight, static_cast<long long>(m) * a.slice_latent + s, total);
-  }
+        return sum;
+      },
+      [&](int s, float sum) {
+        write<W>(a.gradients.decoder_weight, static_cast<long long>(m) * a.slice_latent + s, sum);
+      });
 }
 
 template <typename W>
-__global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ Finish a) {
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ Finish a) {
   extern __shared__ float row[];
+  float* scratch = row + a.frames * a.slice_latent;
   wait_for_previous_kernel();
   const auto& p = a.parameters;
   const auto& g = a.gradients;
   int b = blockIdx.x;
   if (b < a.latent) {
-    if (g.basis != nullptr) finish_basis<W>(a, b, row);
+    if (g.basis != nullptr) finish_basis<W>(a, b, row, scratch);
     return;
   }
   b -= a.latent;
-  if (b < a.n_mels) return finish_decoder<W>(a, b);
+  if (b < a.n_mels) return finish_decoder<W>(a, b, scratch);
   b -= a.n_mels;
   if (b < a.n_mels) {
     if (!(g.norm_weight || g.norm_bias || g.encoder_weight || g.encoder_bias)) return;
@@ -204,10 +210,11 @@ void finish_gradients(const Context& context, const AutoencoderBackwardArguments
                  sizes.latent,
                  sizes.slice_latent,
                  call.d_out != nullptr || call.d_score != nullptr};
-  const std::size_t shared = sizeof(float) * sizes.frames * sizes.slice_latent;
+  const int width = sizes.frames * sizes.slice_latent;
+  const std::size_t shared = sizeof(float) * (width + std::max(width, kFinishThreads));
   dispatch_short_dtype(call.parameter_dtype, [&]<typename W>(W) {
     launch_kernel(
-        {context, 2 * (std::int64_t{sizes.latent} + sizes.n_mels), kThreads, shared, true},
+        {context, 2 * (std::int64_t{sizes.latent} + sizes.n_mels), kFinishThreads, shared, true},
         "computing the autoencoder's gradients", finish_kernel<W>, a);
   });
 }

@@ -78,9 +78,9 @@ void pack_weights(const Context& context, const AutoencoderSizes& sizes,
                   DType dtype, PackedKind kind, bool backward, const PackedLayout& layout,
                   void* packed);
 
-/// Shared memory of the kernel that packs: one vector of the basis.
-inline std::int64_t pack_shared_bytes(const AutoencoderSizes& sizes) {
-  return std::int64_t{4} * sizes.frames * sizes.slice_latent + 256;
+/// Shared memory of the kernels that work on a whole vector of the basis, at the most.
+inline std::int64_t basis_shared_bytes(const AutoencoderSizes& sizes) {
+  return std::int64_t{8} * sizes.frames * sizes.slice_latent + 8192;
 }
 
 }  // namespace fusewise::cuda::autoencoder

@@ -12,17 +12,13 @@ namespace fusewise::cuda::autoencoder {
 struct DefaultShape {
   static constexpr int kMels = 4, kLatents = 2, kSlices = 4;  // blocks of 16
   static constexpr int kChunk = 2;                            // blocks of results made together
-  static constexpr int kBackwardChunk = 4, kBackwardWarps = 8;
-  static constexpr bool kWhole = true;  // no padding, vectors everywhere
-};
-/// The same with fewer registers for each of more warps.
-struct ManyWarps : DefaultShape {
-  static constexpr int kBackwardChunk = 2, kBackwardWarps = 12;
+  static constexpr int kBackwardChunk = 4;                    // there, a warp has more registers
+  static constexpr bool kWhole = true;                        // no padding, vectors everywhere
 };
 /// n_mels up to 128, latent up to 64, the rest any.
 struct WideShape {
   static constexpr int kMels = 8, kLatents = 4, kSlices = 0;
-  static constexpr int kChunk = 1, kBackwardChunk = 1, kBackwardWarps = 8;
+  static constexpr int kChunk = 1, kBackwardChunk = 1;
   static constexpr bool kWhole = false;
 };
 
@@ -208,7 +204,7 @@ __device__ __forceinline__ void expand(Block (&blocks)[kBlocks], const Four<T> (
 }
 
 /// The two rows of a tensor that a lane has a part of. Beyond the last row, that one is read in its
-/// place, and nothing is written.
+/// place.
 template <typename T>
 struct RowPair {
   T* at[2];
@@ -261,7 +257,9 @@ struct RowPair {
       }
     }
   }
-  template <bool kWhole, int kBlocks>
+  /// kAll: beyond the last row, the values are those of the last row, too, and go there once more,
+  /// which spares a branch.
+  template <bool kWhole, bool kAll, int kBlocks>
   __device__ __forceinline__ void store(const Block (&blocks)[kBlocks], int first, int count,
                                         long long offset, int columns) const {
     const int t = threadIdx.x % 4;
@@ -270,7 +268,7 @@ struct RowPair {
       if (b >= count) break;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (real[r]) {
+        if (kAll || real[r]) {
           store_row<kWhole>(at[r] + offset, blocks[b].v[r], 16 * (first + b) + 4 * t, columns);
         }
       }
