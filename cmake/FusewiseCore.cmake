@@ -55,7 +55,13 @@ add_library(fusewise::fusewise ALIAS fusewise)
 fusewise_core_target(fusewise)
 if(FUSEWISE_WITH_CUDA)
   set(cuda_sources
+    src/cuda/autoencoder/backward.cu
+    src/cuda/autoencoder/copy_rows.cu
+    src/cuda/autoencoder/forward.cu
+    src/cuda/autoencoder/general.cu
+    src/cuda/autoencoder/gradients.cu
     src/cuda/autoencoder/implementations.cpp
+    src/cuda/autoencoder/pack.cu
     src/cuda/device.cu
     src/cuda/gemm/product.cpp
     src/cuda/gemm/tuning.cpp
