@@ -66,9 +66,9 @@ function(fusewise_naive_library name)
   install(TARGETS ${name} LIBRARY DESTINATION fusewise/_lib)
 endfunction()
 
-fusewise_naive_library(fusewise_naive_cpu benchmarks/naive/gemm.cpp)
+fusewise_naive_library(fusewise_naive_cpu benchmarks/naive/linear.cpp)
 if(FUSEWISE_WITH_CUDA)
   fusewise_naive_library(fusewise_naive
-    benchmarks/naive/gemm.cu benchmarks/naive/squeeze_excite.cu)
+    benchmarks/naive/linear.cu benchmarks/naive/squeeze_excite.cu)
   target_link_libraries(fusewise_naive PRIVATE CUDA::cudart_static)
 endif()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
@@ -24,6 +25,11 @@ if hypothesis:
         "explore", hypothesis.settings.get_profile("repeatable"), derandomize=False
     )
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+# Algorithms are measured anew, and the user's own file of them is left alone.
+_CACHE = tempfile.TemporaryDirectory(prefix="fusewise-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 
 def pytest_addoption(parser):

@@ -16,7 +16,6 @@ NEEDED = (
     "fusewise/_lib/libfusewise_naive_cpu.so",
     "fusewise/_lib/libfusewise_torch.so",
     "fusewise/bench/cases/autoencoder.json",
-    "fusewise/bench/cases/autoencoder_score.json",
     "fusewise/bench/cases/squeeze_excite.json",
     "fusewise/report/page.html",
     "fusewise/py.typed",

@@ -41,12 +41,86 @@ def choices(tensors) -> list[dict[str, str]]:
     ]
 
 
+MATRICES = (
+    # rows, in, out
+    (40, 32, 24),
+    (3, 65, 7),
+    (1, 1, 1),
+    (300, 16, 130),
+)
+
+
+def linear_calls(size, dtype) -> int:
+    """Linear + activation and a stack of two, every activation and implementation, both ways."""
+    rows, k, n = size
+    sizes = (rows, k), (n, k), (n,), (5, n), (5,)
+    x, w, b, w2, b2 = tensors = [torch.randn(s, device="cuda", dtype=dtype) for s in sizes]
+    done = 0
+    for activation in ("identity", "relu", "gelu", "gelu_tanh", "silu"):
+        learned = [tensor.detach().requires_grad_() for tensor in tensors]
+        records = fusewise.explain(fusewise.functional.linear_act, *learned[:3], activation)
+        for forward in records[0].able:
+            for backward in records[1].able:
+                with fusewise.implementation(linear_act=forward, linear_act_backward=backward):
+                    y = fusewise.functional.linear_act(*learned[:3], activation)
+                    # Of a sum, so with a gradient of strides 0, and of a dense one.
+                    torch.autograd.grad(y.sum(), learned[:3], retain_graph=True)
+                    torch.autograd.grad(y, learned[:3], torch.ones_like(y))
+                    with torch.no_grad():
+                        fusewise.functional.linear_act(x, w, None, activation)
+                        fusewise.functional.linear_act(x[:, ::2], w[:, ::2], b, activation)
+                done += 1
+        lx, lw, lb, lw2, lb2 = learned
+        y = fusewise.functional.mlp(lx, [lw, lw2], [lb, lb2], activation, "relu")
+        torch.autograd.grad(y, learned, torch.ones_like(y))
+        done += 1
+    return done
+
+
+AUTOENCODERS = (
+    # rows, mels, frames, latent, slice latent
+    (40, 64, 5, 32, 64),
+    (3, 33, 2, 17, 70),
+    (1, 1, 1, 1, 1),
+)
+
+
+def autoencoder_calls(size, dtype) -> int:
+    """Every output and implementation, both ways, on rows as they lie in memory and otherwise."""
+    rows, mels, frames, latent, slices = size
+    model = fusewise.models.SpectralShapeAutoencoder(
+        mels, frames, latent, slices, device="cuda", dtype=dtype
+    )
+    dense = torch.randn(rows, frames * mels, device="cuda", dtype=dtype)
+    strided = torch.randn(rows, mels, frames, device="cuda", dtype=dtype).transpose(1, 2)
+    done = 0
+    for output in (model, model.encode, model.anomaly_score):
+        for x in (dense.requires_grad_(), strided.requires_grad_()):
+            forward, backward = fusewise.explain(output, x)
+            for ahead in forward.able:
+                for back in backward.able:
+                    with fusewise.implementation(autoencoder=ahead, autoencoder_backward=back):
+                        result = output(x)
+                        learned = [x, *model.parameters()]
+                        torch.autograd.grad(result, learned, torch.ones_like(result))
+                    done += 1
+    return done
+
+
 if __name__ == "__main__":
     done = 0
+    # Measuring would run the vendor's kernels a hundred times over, and none of ours more often.
+    torch.use_deterministic_algorithms(True)
+    for size in MATRICES:
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            done += linear_calls(size, dtype)
     for shape in SHAPES:
         for dtype in (torch.float16, torch.float32):
             for layout in LAYOUTS:
                 call(shape, dtype, layout)
                 done += 1
+    for size in AUTOENCODERS:
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            done += autoencoder_calls(size, dtype)
     torch.cuda.synchronize()
     print(f"{done} calls, every implementation")

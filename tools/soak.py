@@ -12,6 +12,7 @@ import torch
 
 import fusewise
 
+MATRICES = ((256, 256, 512), (33, 65, 7))  # rows, in, out
 SHAPES = ((8, 64, 14, 14, 8), (2, 65, 7, 7, 5), (4, 672, 12, 12, 28), (1, 3, 33, 31, 1))
 
 
@@ -21,6 +22,14 @@ def modules():
             module = fusewise.nn.SqueezeExcitation(channels, reduced, device="cuda", dtype=dtype)
             x = torch.randn(n, channels, height, width, device="cuda", dtype=dtype)
             yield module, x.to(memory_format=torch.channels_last).requires_grad_()
+    for rows, k, n in MATRICES:
+        for dtype in (torch.float16, torch.float32):
+            for module in (
+                fusewise.nn.LinearAct(k, n, device="cuda", dtype=dtype),
+                fusewise.nn.LinearAct(k, n, activation="gelu", device="cuda", dtype=dtype),
+                fusewise.nn.MLP([k, n, 16], device="cuda", dtype=dtype),
+            ):
+                yield module, torch.randn(rows, k, device="cuda", dtype=dtype, requires_grad=True)
 
 
 def step(i: int, module, x) -> None:

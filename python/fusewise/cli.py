@@ -68,7 +68,7 @@ def _parser() -> _Parser:
     size.add_argument("--full", dest="size", action="store_const", const="full", help="all cases")
     bench.add_argument(
         "--baseline", action="append", metavar="NAME",
-        help="eager, compile or naive; may be given several times; without: all",
+        help="eager, compile, naive or a family's own; may be given several times; without: all",
     )  # fmt: skip
     bench.add_argument("--filter", metavar="TEXT", help="only cases whose name has or matches TEXT")
     out(bench, "bench-results", "results.json, summary.md, report.html and the plots")
@@ -109,14 +109,14 @@ def _parser() -> _Parser:
 def _bench(chosen: argparse.Namespace) -> int:
     from . import bench
     from .bench import progress, report
-    from .bench.baselines import BASELINES
+    from .bench.baselines import all_baselines
     from .bench.families import FAMILIES
-    from .bench.families.family import DTYPES, LAYOUTS
+    from .bench.families.family import DTYPES, LAYOUTS, TF32
 
     families = [name.replace("-", "_") for name in chosen.family]
     _known("family", families, FAMILIES)
-    _known("--baseline", chosen.baseline or (), BASELINES)
-    _known("--dtype", filter(None, [chosen.dtype]), DTYPES)
+    _known("--baseline", chosen.baseline or (), all_baselines())
+    _known("--dtype", filter(None, [chosen.dtype]), (*DTYPES, TF32))
     _known("--layout", filter(None, [chosen.layout]), LAYOUTS)
     options = bench.Options(
         families=tuple(families) or tuple(FAMILIES),

@@ -12,7 +12,7 @@ from .bench import environment
 from .bench.baselines import OURS
 from .bench.cases import recast
 from .bench.families import FAMILIES, Family
-from .bench.families.family import DTYPES, LAYOUTS
+from .bench.families.family import DTYPES
 
 _INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 
@@ -69,7 +69,7 @@ def _implementations(family: Family, device: str) -> list[str]:
 
 def _samples(family: Family, device: str):
     for dtype in DTYPES:
-        for layout in LAYOUTS:
+        for layout in family.layouts:
             for case in recast(list(family.checked), dtype, layout):
                 workload = family.build(case, device, 1)
                 yield lambda w=workload: w.functions[OURS](*w.inputs[0], *w.weights)

@@ -113,8 +113,9 @@ bool ChoiceFile::add(const std::string& key, const std::string& value) const {
     }
   }
   std::filesystem::rename(fresh, path_, error);
-  if (error) std::filesystem::remove(fresh, error);
-  return !error;
+  if (!error) return true;
+  std::filesystem::remove(fresh, error);
+  return false;
 }
 
 }  // namespace fusewise

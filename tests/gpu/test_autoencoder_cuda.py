@@ -94,9 +94,7 @@ def test_a_graph_of_a_training_step(output):
 
     def step():
         result = autoencoder(*inputs, output=output)
-        return result, torch.autograd.grad(
-            result, inputs, case.gradient, materialize_grads=True
-        )
+        return result, torch.autograd.grad(result, inputs, case.gradient, materialize_grads=True)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -6,11 +6,11 @@ import torch
 
 import fusewise
 from fusewise.bench.accuracy import compare
-from fusewise.bench.families.squeeze_excite import FAMILY, expected
+from fusewise.bench.families.squeeze_excite import expected
 from fusewise.bench.families.squeeze_excite import formula as eager
 from fusewise.functional import squeeze_excite
 
-OUTPUTS = FAMILY.outputs
+OUTPUTS = ("y", "dx", "dw1", "db1", "dw2", "db2")
 ACTIVATIONS = ("silu", "relu")
 GATES = ("sigmoid", "hardsigmoid")
 

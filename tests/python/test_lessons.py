@@ -7,7 +7,8 @@ import torch
 
 from fusewise import cli, lessons
 from fusewise.bench.naive import naive_library
-from fusewise.lessons import LESSONS, amdahl, naive_gemm, packing
+from fusewise.bench.families.linear_act import naive_linear_relu
+from fusewise.lessons import LESSONS, amdahl, packing
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +83,9 @@ def test_the_naive_product_is_a_product(device):
     if naive_library(device) is None:
         pytest.skip("this build has no naive kernels")
     left, right = torch.randn(5, 7, device=device), torch.randn(7, 3, device=device)
-    torch.testing.assert_close(naive_gemm.naive_product(left, right)(), left @ right)
+    bias = torch.randn(right.shape[1], device=device)
+    y = naive_linear_relu(left, right.T.contiguous(), bias)
+    torch.testing.assert_close(y, (left @ right + bias).relu())
 
 
 def test_the_list_and_the_pages(capsys):

@@ -16,13 +16,20 @@ from .measure import Call
 
 OURS = "fusewise"
 BASELINES = ("eager", "compile", "naive")
+# What computes less than ours, and so bounds it; not to be faster than it is no loss.
+BOUNDS = ("products",)
 
 # It warns of a missing GPU in every process that compiles for the CPU.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
-def default_baselines(device: str) -> tuple[str, ...]:
-    return BASELINES if device == "cuda" else BASELINES[:2]
+def default_baselines(device: str, families: tuple[str, ...]) -> tuple[str, ...]:
+    own = (name for family in families for name in FAMILIES[family].baselines)
+    return (*(BASELINES if device == "cuda" else BASELINES[:2]), *dict.fromkeys(own))
+
+
+def all_baselines() -> tuple[str, ...]:
+    return default_baselines("cuda", tuple(FAMILIES))
 
 
 def functions(workload: Workload, baselines: tuple[str, ...]) -> dict[str, Callable | str]:
@@ -32,7 +39,7 @@ def functions(workload: Workload, baselines: tuple[str, ...]) -> dict[str, Calla
     found["compile"] = torch.compile(workload.functions["eager"], dynamic=False)
     if workload.inputs[0][0].device.type == "cpu" and not shutil.which("g++"):
         found["compile"] = "needs g++"
-    return {name: found.get(name, "not for this family") for name in (OURS, *baselines)}
+    return {name: found[name] for name in (OURS, *baselines) if name in found}
 
 
 def caller(function: Callable, workload: Workload, mode: str) -> Call:
@@ -45,7 +52,7 @@ def caller(function: Callable, workload: Workload, mode: str) -> Call:
     def forward_and_backward(i: int):
         learned = (*workload.inputs[i], *workload.weights)
         y = function(*learned)
-        return (y, *torch.autograd.grad(y, learned, workload.gradients[i]))
+        return (y, *torch.autograd.grad(y, learned, workload.gradients[i], allow_unused=True))
 
     return forward_and_backward if mode == BOTH else forward
 
@@ -75,5 +82,6 @@ def _compile_case(case: Case, device: str) -> None:
     torch._inductor.config.compile_threads = 1  # the processes are the parallelism
     workload = FAMILIES[case.family].build(case, device, 1)
     compiled = functions(workload, ("compile",))["compile"]
-    for mode in MODES:
-        caller(compiled, workload, mode)(0)
+    with case.precision():
+        for mode in MODES:
+            caller(compiled, workload, mode)(0)

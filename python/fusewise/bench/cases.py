@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .._usage import UsageError
 from .families import FAMILIES
-from .families.family import DTYPES, LAYOUTS, Case
+from .families.family import DTYPES, LAYOUTS, TF32, Case
 
 # In an installed package the cases lie beside this file, in a source tree under benchmarks/.
 _FOLDERS = (Path(__file__).parent / "cases", Path(__file__).parents[3] / "benchmarks" / "cases")
@@ -97,19 +97,27 @@ def _case(path: Path, text: str, start: int, family: str, entry: dict) -> Case:
     def positive(value) -> bool:
         return type(value) is int and value > 0
 
+    def one_of(known: tuple[str, ...]):
+        return f"one of {', '.join(known)}", lambda value: value in known
+
     rules = {
         "name": ("a text", lambda value: isinstance(value, str) and value),
         "shape": (
-            f"{rank} positive numbers",
+            f"{rank or 'three or more'} positive numbers",
             lambda value: (
-                isinstance(value, list) and len(value) == rank and all(map(positive, value))
+                isinstance(value, list)
+                and (len(value) == rank if rank else len(value) >= 3)
+                and all(map(positive, value))
             ),
         ),
-        "dtype": (f"one of {', '.join(DTYPES)}", lambda value: value in DTYPES),
-        "layout": (f"one of {', '.join(LAYOUTS)}", lambda value: value in tuple(LAYOUTS)),
+        "dtype": one_of((*DTYPES, TF32)),
+        "layout": one_of(tuple(LAYOUTS)),
         "group": ("a text", lambda value: isinstance(value, str)),
         "count": ("a positive number", positive),
-        **{name: ("a positive number", positive) for name in extra},
+        **{
+            name: one_of(known) if known else ("a positive number", positive)
+            for name, known in extra.items()
+        },
     }
     for field, value in entry.items():
         if field not in rules:

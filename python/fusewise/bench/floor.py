@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from .families.family import Case
 from .measure import GraphTimer, LoopTimer, interleave
 from .statistics import median
 
@@ -68,12 +69,13 @@ def copy_bandwidth(device: str) -> float:
 
 def matrix_rate(device: str, dtype: str) -> float:
     """Additions and multiplications per second of a large product, TF32 as torch is set."""
-    half = dtype in ("float16", "bfloat16")
-    size = (8192 if half else 4096) if device == "cuda" else 1024
-    kind = {"dtype": getattr(torch, dtype), "device": device}
+    size = (4096 if dtype in ("float32", "float64") else 8192) if device == "cuda" else 1024
+    case = Case("", "", (), dtype)
+    kind = {"dtype": case.dtype, "device": device}
     left, right, product = (torch.ones(size, size, **kind) for _ in range(3))
-    timer = _timer(lambda _: torch.mm(left, right, out=product), device)
-    samples = interleave({"product": timer}, rounds=10, budget=0.5)["product"]
+    with case.precision():
+        timer = _timer(lambda _: torch.mm(left, right, out=product), device)
+        samples = interleave({"product": timer}, rounds=10, budget=0.5)["product"]
     return 2 * size**3 / (median(samples) * 1e-6)
 
 

@@ -11,9 +11,18 @@ from .families.family import MODES  # noqa: E402
 from .report import CLOCKS, main_clock, names  # noqa: E402
 
 _TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
-# Tell apart without colours too.
+# Tell apart without colours too. Those of a family's own get what is left.
 _MARKERS = {OURS: "o", "eager": "s", "compile": "^", "naive": "x"}
 _COLOURS = {OURS: "#0b57a4", "eager": "#d9822b", "compile": "#3b8f57", "naive": "#8a8f98"}
+_MORE = (("D", "#8e44ad"), ("v", "#b03a2e"), ("P", "#16808c"), ("<", "#6b5b2e"), ("*", "#333333"))
+
+
+def _look(results: dict, name: str) -> tuple[str, str]:
+    """Marker and colour."""
+    if name in _MARKERS:
+        return _MARKERS[name], _COLOURS[name]
+    own = [each for each in results["baselines"] if each not in _MARKERS]
+    return _MORE[own.index(name) % len(_MORE)]
 
 
 def plots(results: dict) -> list[Plot]:
@@ -55,6 +64,7 @@ def _ratios(results: dict, rows: list[dict]):
     for axes, clock in zip(panels[0], clocks, strict=True):
         present = [name for name in results["baselines"] if any(name in r["against"] for r in rows)]
         for i, name in enumerate(present):
+            marker, colour = _look(results, name)
             found = [
                 (place + 0.22 * (i - (len(present) - 1) / 2), row["against"][name][clock])
                 for place, row in enumerate(rows)
@@ -68,8 +78,8 @@ def _ratios(results: dict, rows: list[dict]):
                     [max(0, r["ratio"] - r["interval"][0]) for _, r in found],
                     [max(0, r["interval"][1] - r["ratio"]) for _, r in found],
                 ],
-                fmt=_MARKERS[name],
-                color=_COLOURS[name],
+                fmt=marker,
+                color=colour,
                 markersize=4,
                 label=name,
             )
@@ -117,7 +127,8 @@ def _sizes(results: dict, rows: list[dict], clock: str):
                 if clock in row["contenders"].get(name, {})
             ]
             if points:
-                style = {"marker": _MARKERS[name], "color": _COLOURS[name], "s": 22, "label": name}
+                marker, colour = _look(results, name)
+                style = {"marker": marker, "color": colour, "s": 22, "label": name}
                 axes.scatter(*zip(*points, strict=True), zorder=3 if name == OURS else 2, **style)
         ends = [pick(row["floor"]["bytes"] for row in single) for pick in (min, max)]
         floor = [end / bandwidth * 1e6 for end in ends]

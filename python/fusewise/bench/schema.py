@@ -40,7 +40,7 @@ _ROW = {
     "shape": [int],
     "dtype": str,
     "layout": str,
-    "parameters": {str: int},
+    "parameters": {str: (int, str)},
     "group": (str, type(None)),
     "count": int,
     "floor": _FLOOR,

@@ -1,70 +1,58 @@
 """A loop per output against the vendor's matrix product."""
 
-import ctypes
-
-import torch
-
 from .._usage import UsageError
-from ..bench.accuracy import compare
+from ..bench.accuracy import check
+from ..bench.baselines import OURS, caller
+from ..bench.cases import select
+from ..bench.families.family import FORWARD, Case
+from ..bench.families.linear_act import FAMILY, naive_linear_relu
 from ..bench.naive import naive_library
 from .lesson import Finding, Lesson, Samples, interval, ratio, sample, table
 
-_NAIVE, _VENDOR = "a loop per output", "the vendor's product"
-_SIZES = {"cpu": 384, "cuda": 2048}
+_NAIVE, _VENDOR, _FUSED = "a loop per output", "the vendor's product, then relu", OURS
+_CASES = {"cpu": "cpu-relu-256x256x512-fp32", "cuda": "1024x784x2048-fp32"}
+
+
+def case_of(device: str) -> Case:
+    """One of the benchmark's."""
+    return select("linear_act", device, "full", _CASES[device])[0]
 
 
 def measure(device: str) -> Samples:
-    size = _SIZES[device]
-    left, right = (torch.randn(size, size, device=device) for _ in range(2))
-    product = torch.empty_like(left)
-
-    def vendor():
-        return torch.mm(left, right, out=product)
-
-    naive = naive_product(left, right)
-    reference = left.double() @ right.double()
-    scale = (left.double().abs() @ right.double().abs()).max().item()
-    check = compare("C", naive(), vendor(), reference, scale)
-    if not check.passed:
-        raise RuntimeError(f"the naive product is wrong: {check}")
-    return sample({_NAIVE: naive, _VENDOR: vendor}, device)
-
-
-def naive_product(left: torch.Tensor, right: torch.Tensor):
-    """A call of the kernel in benchmarks/naive on two dense matrices."""
-    device = left.device.type
     if naive_library(device) is None:
         raise UsageError("naive-gemm: its kernel is not built; run `make build`")
-    launch = getattr(naive_library(device), f"fusewise_naive_gemm_{device}")
-    launch.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int] * 3
-    if device == "cuda":
-        launch.argtypes += [ctypes.c_void_p]
-    sizes = (left.shape[0], right.shape[1], left.shape[1])
-    product = left.new_empty(sizes[:2])
+    case = case_of(device)
+    workload = FAMILY.build(case, device, 1)
+    functions = {
+        _NAIVE: naive_linear_relu,
+        _VENDOR: workload.functions["eager"],
+        _FUSED: workload.functions[OURS],
+    }
+    calls = {name: caller(function, workload, FORWARD) for name, function in functions.items()}
+    expected = FAMILY.reference(case, workload)
+    right = calls[_VENDOR](0)
+    for name, call in calls.items():
+        found = check(tuple(expected), call(0), right, expected)
+        if not found.passed:
+            raise RuntimeError(f"{name} is wrong: {found}")
 
-    def run() -> torch.Tensor:
-        pointers = (tensor.data_ptr() for tensor in (left, right, product))
-        stream = (torch.cuda.current_stream().cuda_stream,) if device == "cuda" else ()
-        if launch(*pointers, *sizes, *stream) and device == "cuda":
-            raise RuntimeError("the naive product could not be launched")
-        return product
-
-    return run
+    return sample({name: lambda c=call: c(0) for name, call in calls.items()}, device)
 
 
 def conclude(samples: Samples, device: str) -> Finding:
-    size = _SIZES[device]
-    title = f"C = A B, {size} x {size}, float32"
-    shown = table(title, samples, "TFLOP/s", 2 * size**3 / 1e6)
+    rows, inputs, outputs = case_of(device).shape
+    title = f"y = relu(x Wᵀ + b), {rows} × {inputs} × {outputs}, float32"
+    shown = table(title, samples, "TFLOP/s", 2 * rows * inputs * outputs / 1e6)
     found = ratio(samples, _NAIVE, _VENDOR)
     if found.verdict != "faster":
         return Finding(
             shown, ["The vendor's product is not faster here; that is a surprise."], False
         )
     said = (
-        f"Both give the right answer; the loop takes {interval(found)} as long. It reads every "
-        "value again for each output. Blocking for registers and caches, and on a GPU the matrix "
-        "units, are what the vendor's library is made of: let it do the products."
+        f"All give the right answer; the loop takes {interval(found)} as long as the vendor's "
+        "product. It reads every value again for each output. Blocking for registers and caches, "
+        "and on a GPU the matrix units, are what the vendor's library is made of: let it do the "
+        "products, and gain at their edges."
     )
     return Finding(shown, [said], True)
 

@@ -1,5 +1,6 @@
 """What a family of operators gives to the benchmark."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ BOTH = "forward+backward"
 MODES = (FORWARD, BOTH)
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
+TF32 = "tf32"  # float32, with torch set to use TF32 in its products
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
@@ -26,12 +28,27 @@ class Case:
     group: str | None = None
     """Cases of one group are also summed up, each `count` times."""
     count: int = 1
-    extra: dict[str, int] = field(default_factory=dict, hash=False)
+    extra: dict[str, int | str] = field(default_factory=dict, hash=False)
     """What only the family understands."""
 
     @property
     def dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype_name)
+        return torch.float32 if self.tf32 else getattr(torch, self.dtype_name)
+
+    @property
+    def tf32(self) -> bool:
+        return self.dtype_name == TF32
+
+    @contextlib.contextmanager
+    def precision(self):
+        """Torch set as the case wants it, for everything that is run on it."""
+        matmul = torch.backends.cuda.matmul
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -51,24 +68,28 @@ class Workload:
     """"fusewise", "eager" and the family's own baselines; a string says why one is not there."""
     forward_only: frozenset[str] = frozenset()
     """Baselines that have no gradient."""
+    unchecked: frozenset[str] = frozenset()
+    """Those that compute something else, less, and are there to be compared in time alone."""
 
 
 @dataclass(frozen=True)
 class Family:
     name: str
-    rank: int
-    """How many sizes the shape of a case has."""
-    extra: tuple[str, ...]
-    """What a case must say beside its shape, each a positive number."""
-    outputs: tuple[str, ...]
-    """Names of the output and of every gradient, inputs first, then weights."""
+    rank: int | None
+    """How many sizes the shape of a case has; None: three or more."""
+    extra: dict[str, tuple[str, ...] | None]
+    """What a case must say beside its shape: one of some texts, or a positive number."""
     build: Callable[[Case, str, int], Workload]
     """From the case, the device and the number of buffers."""
     reference: Callable[[Case, Workload], dict[str, Expected]]
-    """Every one of `outputs` for the first buffer, in fp64 (fp32 for half data of large size)."""
+    """The output and every gradient, those of inputs first, then those of weights, for the first
+    buffer, in fp64 (fp32 for half data of large size)."""
     bytes_moved: Callable[[Case, str], int]
     """The fewest bytes that a mode must move."""
     operations: Callable[[Case, str], int]
     """The additions and multiplications of a mode."""
     checked: tuple[Case, ...]
     """What `fusewise check` runs in every dtype and layout: small, and odd where it matters."""
+    layouts: tuple[str, ...] = ("contiguous",)
+    baselines: tuple[str, ...] = ()
+    """Of its own, beside those that every family has."""

@@ -10,7 +10,7 @@ import fusewise
 
 from ..accuracy import Expected, cut, pieces
 from ..naive import naive_library
-from .family import BOTH, Case, Family, Workload
+from .family import BOTH, LAYOUTS, Case, Family, Workload
 
 _LARGE = 1 << 27  # elements; above, references of half data are kept in fp32, to save tens of GB
 
@@ -231,8 +231,8 @@ def naive(case: Case, device: str):
 FAMILY = Family(
     name="squeeze_excite",
     rank=4,
-    extra=("reduced",),
-    outputs=("y", "dx", "dw1", "db1", "dw2", "db2"),
+    extra={"reduced": None},
+    layouts=tuple(LAYOUTS),
     build=build,
     reference=reference,
     bytes_moved=bytes_moved,

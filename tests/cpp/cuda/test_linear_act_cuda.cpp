@@ -1,0 +1,530 @@
+// Linear + activation and stacks of it on the GPU, every implementation against plain loops in
+// float64. Tests named Short* are small enough for compute-sanitizer and reach every kernel of ours
+// between them.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <memory>
+#include <set>
+#include <stdexcept>
+
+#include "fusewise/mlp.h"
+#include "linear_reference.h"
+
+namespace fusewise::testing {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr Device kGpu{DeviceType::cuda, 0};
+
+class CudaLinearAct : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "there is no GPU";
+  }
+};
+
+void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+Context on_gpu(cudaStream_t stream = nullptr) {
+  Context context;
+  context.device = kGpu;
+  context.stream = stream;
+  return context;
+}
+
+// Tensors on the GPU. ----------------------------------------------------------------------------
+
+using Tensors = std::vector<Tensor LinearAct::*>;
+
+const Tensors kAll = {&LinearAct::x,  &LinearAct::w,    &LinearAct::b,  &LinearAct::z,
+                      &LinearAct::y,  &LinearAct::kept, &LinearAct::dy, &LinearAct::dx,
+                      &LinearAct::dw, &LinearAct::db,   &LinearAct::dz};
+const Tensors kForwardOutputs = {&LinearAct::y, &LinearAct::kept};
+const Tensors kBackwardOutputs = {&LinearAct::dx, &LinearAct::dw, &LinearAct::db, &LinearAct::dz};
+
+/// Every tensor of a call on the GPU, guards included. Outputs are poisoned first.
+class OnGpu {
+ public:
+  OnGpu(LinearAct& host, const Tensors& outputs) : host_(host) {
+    for (const auto member : outputs) {
+      if ((host.*member).defined()) (host.*member).poison();
+    }
+    for (const auto member : kAll) {
+      const std::vector<std::uint8_t>& bytes = (host.*member).memory();
+      void* memory = nullptr;
+      if (!bytes.empty()) {
+        check(cudaMalloc(&memory, bytes.size()));
+        check(cudaMemcpy(memory, bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
+      }
+      memory_.emplace_back(memory);
+    }
+    check(cudaDeviceSynchronize());
+  }
+
+  TensorView view(Tensor LinearAct::* member) const {
+    const Tensor& tensor = host_.*member;
+    TensorView view = tensor.view();
+    if (!view.defined()) return view;
+    const auto place = std::find(kAll.begin(), kAll.end(), member) - kAll.begin();
+    const auto offset = static_cast<const std::uint8_t*>(view.data) - tensor.memory().data();
+    view.data = static_cast<std::uint8_t*>(memory_[place].get()) + offset;
+    view.device = kGpu;
+    return view;
+  }
+  LinearActForward forward() const {
+    LinearActForward call;
+    call.x = view(&LinearAct::x), call.w = view(&LinearAct::w), call.b = view(&LinearAct::b);
+    call.z = view(&LinearAct::z), call.y = view(&LinearAct::y), call.kept = view(&LinearAct::kept);
+    call.activation = host_.activation;
+    return call;
+  }
+  LinearActBackward backward() const {
+    LinearActBackward call;
+    call.dy = view(&LinearAct::dy), call.x = view(&LinearAct::x), call.w = view(&LinearAct::w);
+    call.kept = view(&LinearAct::kept), call.dx = view(&LinearAct::dx);
+    call.dw = view(&LinearAct::dw), call.db = view(&LinearAct::db), call.dz = view(&LinearAct::dz);
+    call.activation = host_.activation;
+    return call;
+  }
+
+  /// Waits for the GPU and brings the outputs back. Nothing else may have changed.
+  void fetch(const Tensors& outputs) {
+    check(cudaDeviceSynchronize());
+    for (std::size_t i = 0; i < kAll.size(); ++i) {
+      std::vector<std::uint8_t>& bytes = (host_.*kAll[i]).memory();
+      if (bytes.empty()) continue;
+      std::vector<std::uint8_t> now(bytes.size());
+      check(cudaMemcpy(now.data(), memory_[i].get(), now.size(), cudaMemcpyDeviceToHost));
+      if (std::find(outputs.begin(), outputs.end(), kAll[i]) == outputs.end()) {
+        EXPECT_TRUE(now == bytes) << "tensor " << i << " is no output, and was written to";
+      }
+      bytes = std::move(now);
+    }
+  }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { static_cast<void>(cudaFree(memory)); }
+  };
+  LinearAct& host_;
+  std::vector<std::unique_ptr<void, Free>> memory_;
+};
+
+// Running and comparing. -------------------------------------------------------------------------
+
+using Names = std::set<std::string>;
+
+/// Those that take a call when they are forced to.
+template <typename Call>
+Names able(const Call& call) {
+  Names names;
+  for (const Candidate& candidate : explain(on_gpu(), call)) {
+    if (candidate.able) names.insert(candidate.name);
+  }
+  return names;
+}
+
+/// Whether algorithms are measured on first use: slow under a sanitizer, and nothing of ours runs.
+enum class Tuning { off, on };
+
+template <typename Call>
+Call forced(Call call, const std::string& name, Tuning tuning) {
+  call.implementation = name;
+  call.math.tune = tuning == Tuning::on;
+  return call;
+}
+
+Names expect_forwards(const LinearAct& call, Tuning tuning) {
+  const Values z = z_reference(call);
+  LinearAct probe = call;
+  LinearActForward asked = OnGpu(probe, {}).forward();
+  asked.math.tune = false;
+  const Names names = able(asked);
+  for (const std::string& name : names) {
+    SCOPED_TRACE("forward " + name);
+    LinearAct mine = call;
+    OnGpu gpu(mine, kForwardOutputs);
+    const LinearActForward arguments = forced(gpu.forward(), name, tuning);
+    linear_act(on_gpu(), arguments);
+    gpu.fetch(kForwardOutputs);
+    expect_forward_results(mine, z);
+  }
+  EXPECT_TRUE(names.contains("pass"));
+  return names;
+}
+
+void expect_backwards(LinearAct call, Tuning tuning) {
+  keep(call);
+  const LinearGradients expected = gradient_reference(call);
+  LinearAct probe = call;
+  LinearActBackward asked = OnGpu(probe, {}).backward();
+  asked.math.tune = false;
+  for (const std::string& name : able(asked)) {
+    SCOPED_TRACE("backward " + name);
+    LinearAct mine = call;
+    OnGpu gpu(mine, kBackwardOutputs);
+    const LinearActBackward arguments = forced(gpu.backward(), name, tuning);
+    linear_act(on_gpu(), arguments);
+    gpu.fetch(kBackwardOutputs);
+    expect_backward_results(mine, expected);
+  }
+}
+
+/// Both ways, with every implementation that takes the call; those of forward.
+Names expect_both(const LinearAct& call, Tuning tuning = Tuning::off) {
+  const Names names = expect_forwards(call, tuning);
+  expect_backwards(call, tuning);
+  return names;
+}
+
+// Short tests. -----------------------------------------------------------------------------------
+
+TEST_F(CudaLinearAct, ShortEveryTypeAndActivation) {
+  Names seen;
+  for (const DType dtype : kFloating) {
+    for (const Activation activation : kActivations) {
+      for (const MatrixSizes& sizes : {MatrixSizes{37, 24, 16}, {3, 65, 7}}) {
+        SCOPED_TRACE(case_name(sizes, dtype, activation, Form::dense, Form::dense, Form::dense));
+        seen.merge(expect_both(make_linear_act(sizes, dtype, activation)));
+      }
+    }
+  }
+  EXPECT_EQ(seen, (Names{"epilogue", "pass"}));
+}
+
+TEST_F(CudaLinearAct, ShortFormsOfTheGradient) {
+  for (const DType dtype : {DType::f32, DType::f16}) {
+    for (const Form form : kForms) {
+      for (const Activation activation :
+           {Activation::identity, Activation::relu, Activation::gelu}) {
+        const MatrixSizes sizes{21, 19, 8};
+        SCOPED_TRACE(case_name(sizes, dtype, activation, Form::dense, Form::dense, form));
+        expect_backwards(make_linear_act(sizes, dtype, activation, Form::dense, Form::dense, form),
+                         Tuning::off);
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, ShortAProductOfTheCallers) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const Activation activation : kActivations) {
+      for (const Form form : kRows) {
+        LinearAct call = make_linear_act({9, 43, 7}, dtype, activation);
+        call.z = matrix(dtype, form, 9, 43).fill(7);
+        expect_forwards(call, Tuning::off);
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, ShortOutputsInForms) {
+  for (const DType dtype : {DType::f32, DType::f16}) {
+    for (const Form form : kRows) {
+      for (const Activation activation : kActivations) {
+        LinearAct call = make_linear_act({9, 43, 7}, dtype, activation);
+        call.y = matrix(dtype, form, 9, 43);
+        call.dz = matrix(dtype, form, 9, 43);
+        if (call.kept.defined()) {
+          const bool bits = activation == Activation::relu;
+          call.kept = matrix(bits ? DType::u8 : dtype, form, 9, bits ? bit_bytes(43) : 43);
+        }
+        expect_both(call);
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, ShortReluToldByItsOutput) {
+  for (const DType dtype : kFloating) {
+    LinearAct call = make_linear_act({33, 43, 7}, dtype, Activation::relu);
+    call.kept = Tensor(dtype, {33, 43});
+    expect_backwards(call, Tuning::off);
+  }
+}
+
+TEST_F(CudaLinearAct, ShortManyRowsForTheBiasGradient) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const MatrixSizes& sizes : {MatrixSizes{1500, 9, 2}, {700, 264, 1}}) {
+      LinearAct call = make_linear_act(sizes, dtype, Activation::silu);
+      call.dx = call.dw = {};
+      expect_backwards(call, Tuning::off);
+    }
+  }
+}
+
+// The rest. --------------------------------------------------------------------------------------
+
+TEST_F(CudaLinearAct, EveryTypeAndForm) {
+  const MatrixSizes sizes{11, 24, 21};
+  for (const DType dtype : kFloating) {
+    for (const Form x : kOperands) {
+      for (const Form w : kOperands) {
+        const Activation activation = x == w ? Activation::relu : Activation::gelu_tanh;
+        SCOPED_TRACE(case_name(sizes, dtype, activation, x, w, Form::dense));
+        expect_both(make_linear_act(sizes, dtype, activation, x, w));
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, EverySizeMeasuredAndNot) {
+  const MatrixSizes all[] = {{1, 1, 1},     {3, 65, 3},    {65, 3, 129},   {129, 8, 1},
+                             {70, 129, 65}, {256, 96, 64}, {300, 40, 128}, {17, 1024, 9}};
+  for (const DType dtype : kFloating) {
+    for (const MatrixSizes& sizes : all) {
+      for (const Tuning tuning : {Tuning::off, Tuning::on}) {
+        SCOPED_TRACE(
+            case_name(sizes, dtype, Activation::relu, Form::dense, Form::dense, Form::dense));
+        expect_both(make_linear_act(sizes, dtype, Activation::relu), tuning);
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, NothingToDo) {
+  for (const MatrixSizes& sizes : {MatrixSizes{0, 5, 4}, {3, 0, 4}, {3, 5, 0}, {0, 0, 0}}) {
+    for (const Activation activation : kActivations) {
+      for (const Tuning tuning : {Tuning::off, Tuning::on}) {
+        SCOPED_TRACE(
+            case_name(sizes, DType::f32, activation, Form::dense, Form::dense, Form::dense));
+        expect_both(make_linear_act(sizes, DType::f32, activation), tuning);
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, WithoutBiasAndWithNothingKept) {
+  for (const DType dtype : kFloating) {
+    for (const Activation activation : kActivations) {
+      LinearAct call = make_linear_act({9, 24, 16}, dtype, activation);
+      call.b = {};
+      expect_forwards(call, Tuning::off);
+      call.kept = {};
+      const Names names = expect_forwards(call, Tuning::off);
+      const bool half = dtype == DType::f16 || dtype == DType::bf16;
+      if (activation == Activation::gelu_tanh) {
+        EXPECT_EQ(names.contains("epilogue"), half);
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, EveryChoiceOfGradients) {
+  for (const Activation activation : kActivations) {
+    for (const Form dy : {Form::dense, Form::stepped}) {
+      for (int wanted = 0; wanted < 16; ++wanted) {
+        SCOPED_TRACE(wanted);
+        LinearAct call =
+            make_linear_act({70, 24, 8}, DType::f16, activation, Form::dense, Form::dense, dy);
+        if (!(wanted & 1)) call.dx = {};
+        if (!(wanted & 2)) call.dw = {};
+        if (!(wanted & 4)) call.db = {};
+        if (wanted & 8) call.dz = Tensor(DType::f16, {70, 24});
+        expect_backwards(call, Tuning::off);
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, GradientInPlace) {
+  for (const DType dtype : {DType::f32, DType::f16}) {
+    for (const Activation activation : kActivations) {
+      LinearAct call = make_linear_act({33, 43, 8}, dtype, activation);
+      keep(call);
+      const LinearGradients expected = gradient_reference(call);
+      Tensors outputs = kBackwardOutputs;
+      OnGpu gpu(call, outputs);
+      LinearActBackward arguments = gpu.backward();
+      arguments.dz = arguments.dy;
+      arguments.math.tune = false;
+      linear_act(on_gpu(), arguments);
+      outputs.push_back(&LinearAct::dy);
+      gpu.fetch(outputs);
+      EXPECT_TRUE(all_close(call.dy, expected.dz)) << name_of(activation);
+      expect_backward_results(call, expected);
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, NaNInfinityAndZero) {
+  for (const DType dtype : kFloating) {
+    for (const Activation activation : kActivations) {
+      for (const double value : {kNaN, kInf, -kInf, 0.0, -0.0}) {
+        SCOPED_TRACE(std::string(name_of(activation)) + " " + std::to_string(value));
+        LinearAct given = make_linear_act({5, 24, 8}, dtype, activation);
+        given.z = Tensor(dtype, {5, 24}).fill(7);
+        for (Index i = 0; i < 24; ++i) given.z.set(24 + i, value);
+        expect_forwards(given, Tuning::off);
+        LinearAct call = make_linear_act({5, 24, 8}, dtype, activation);
+        call.b.set(3, value);
+        expect_forwards(call, Tuning::off);
+        call = make_linear_act({5, 24, 8}, dtype, activation);
+        call.dy.set(40, value);
+        expect_backwards(call, Tuning::off);
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, TheSameBitsAgain) {
+  for (const MatrixSizes& sizes : {MatrixSizes{333, 72, 40}, {2000, 264, 16}, {64, 64, 4000}}) {
+    for (const Activation activation : {Activation::relu, Activation::gelu}) {
+      std::vector<std::uint8_t> first;
+      for (int repeat = 0; repeat < 4; ++repeat) {
+        LinearAct call = make_linear_act(sizes, DType::f16, activation);
+        Tensors outputs = kForwardOutputs;
+        outputs.insert(outputs.end(), kBackwardOutputs.begin(), kBackwardOutputs.end());
+        OnGpu gpu(call, outputs);
+        linear_act(on_gpu(), gpu.forward());
+        linear_act(on_gpu(), gpu.backward());
+        gpu.fetch(outputs);
+        std::vector<std::uint8_t> bytes;
+        for (const auto member : outputs) {
+          const auto& memory = (call.*member).memory();
+          bytes.insert(bytes.end(), memory.begin(), memory.end());
+        }
+        if (repeat == 0) first = bytes;
+        EXPECT_TRUE(bytes == first) << repeat;
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinearAct, CapturedIntoAGraph) {
+  // First use inside the capture: nothing may be measured there.
+  LinearAct call = make_linear_act({123, 88, 56}, DType::f16, Activation::relu);
+  const Values z = z_reference(call);
+  OnGpu gpu(call, kForwardOutputs);
+  cudaStream_t stream{};
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  cudaGraph_t graph{};
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  linear_act(on_gpu(stream), gpu.forward());
+  check(cudaStreamEndCapture(stream, &graph));
+  cudaGraphExec_t executable{};
+  check(cudaGraphInstantiate(&executable, graph, 0));
+  check(cudaGraphLaunch(executable, stream));
+  check(cudaStreamSynchronize(stream));
+  gpu.fetch(kForwardOutputs);
+  expect_forward_results(call, z);
+  check(cudaGraphExecDestroy(executable));
+  check(cudaGraphDestroy(graph));
+  check(cudaStreamDestroy(stream));
+}
+
+// Stacks. ----------------------------------------------------------------------------------------
+
+/// A stack of two against its layers one by one, byte for byte.
+TEST_F(CudaLinearAct, ShortStackIsItsLayers) {
+  for (const DType dtype : {DType::f32, DType::f16}) {
+    for (const Activation activation : kActivations) {
+      SCOPED_TRACE(name_of(activation));
+      LinearAct first = make_linear_act({21, 24, 16}, dtype, activation);
+      LinearAct second = make_linear_act({21, 9, 24}, dtype, Activation::identity);
+      const bool relu = activation == Activation::relu;
+      if (relu) first.kept = {};
+      ProductMath math;
+      math.tune = false;
+
+      LinearAct below = first, above = second;
+      OnGpu low(below,
+                {&LinearAct::y, &LinearAct::kept, &LinearAct::dx, &LinearAct::dw, &LinearAct::db});
+      OnGpu high(above, {&LinearAct::y, &LinearAct::dw, &LinearAct::db});
+      const MlpLayer layers[] = {
+          {low.view(&LinearAct::w), low.view(&LinearAct::b), low.view(&LinearAct::y),
+           low.view(&LinearAct::kept), low.view(&LinearAct::dw), low.view(&LinearAct::db)},
+          {high.view(&LinearAct::w), high.view(&LinearAct::b), high.view(&LinearAct::y),
+           high.view(&LinearAct::kept), high.view(&LinearAct::dw), high.view(&LinearAct::db)}};
+      MlpForward forward;
+      forward.x = low.view(&LinearAct::x), forward.layers = layers, forward.math = math;
+      forward.activation = activation;
+      mlp(on_gpu(), forward);
+      MlpBackward backward;
+      backward.dy = high.view(&LinearAct::dy), backward.x = forward.x, backward.layers = layers;
+      backward.activation = activation, backward.math = math;
+      backward.dx = low.view(&LinearAct::dx);
+      mlp(on_gpu(), backward);
+      low.fetch({&LinearAct::y, &LinearAct::kept, &LinearAct::dx, &LinearAct::dw, &LinearAct::db});
+      high.fetch({&LinearAct::y, &LinearAct::dw, &LinearAct::db});
+
+      expect_forward_results(below, z_reference(below));
+      above.x = below.y;
+      expect_forward_results(above, z_reference(above));
+      const LinearGradients upper = gradient_reference(above);
+      EXPECT_TRUE(all_close(above.dw, upper.dw));
+      EXPECT_TRUE(all_close(above.db, upper.db));
+      // The lower layer from the reference's gradient, which is the stack's up to its rounding.
+      LinearAct lower = below;
+      if (relu) lower.kept = below.y;
+      double most = 0;
+      for (Index i = 0; i < lower.dy.numel(); ++i) {
+        lower.dy.set(i, upper.dx[i].value);
+        most = std::max(most, upper.dx[i].error + epsilon(dtype) * std::fabs(upper.dx[i].value));
+      }
+      LinearGradients right = gradient_reference(lower);
+      const auto widen = [&](Values& values, double by) {
+        for (Bounded& each : values) each.error += 1.2 * most * by;
+      };
+      double widest = 0;
+      for (Index i = 0; i < lower.w.numel(); ++i)
+        widest = std::max(widest, std::fabs(lower.w.get(i)));
+      widen(right.dx, widest * 24);
+      for (Index i = 0; i < lower.x.numel(); ++i)
+        widest = std::max(widest, std::fabs(lower.x.get(i)));
+      widen(right.dw, widest * 21);
+      widen(right.db, 21);
+      EXPECT_TRUE(all_close(below.dx, right.dx));
+      EXPECT_TRUE(all_close(below.dw, right.dw));
+      EXPECT_TRUE(all_close(below.db, right.db));
+    }
+  }
+}
+
+// Errors. ----------------------------------------------------------------------------------------
+
+TEST_F(CudaLinearAct, BadArgumentsAreNamed) {
+  LinearAct call = make_linear_act({4, 6, 5}, DType::f32, Activation::relu);
+  OnGpu gpu(call, {});
+  const auto message = [](const auto& arguments) -> std::string {
+    try {
+      linear_act(on_gpu(), arguments);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "nothing was thrown";
+  };
+  LinearActForward bad = gpu.forward();
+  bad.w.device = {};
+  EXPECT_EQ(message(bad), "w: expected a tensor on cuda:0, got one on cpu");
+  bad = gpu.forward();
+  bad.x.strides = {10, 2};
+  EXPECT_EQ(message(bad), "x: expected adjacent rows or columns");
+  bad = gpu.forward();
+  bad.activation = Activation::gelu;
+  EXPECT_EQ(message(bad).substr(0, 5), "kept:");
+  LinearActBackward wrong = gpu.backward();
+  wrong.db.sizes[0] = 7;
+  EXPECT_EQ(message(wrong).substr(0, 3), "db:");
+}
+
+TEST_F(CudaLinearAct, WhoIsForcedAndDeclinesSaysWhy) {
+  LinearAct call = make_linear_act({4, 6, 5}, DType::f32, Activation::silu);
+  OnGpu gpu(call, {});
+  try {
+    linear_act(on_gpu(), forced(gpu.forward(), "epilogue", Tuning::off));
+    FAIL() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("no epilogue for this activation"), std::string::npos)
+        << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace fusewise::testing

@@ -1,0 +1,587 @@
+"""Linear + activation and stacks of it where only a GPU can show it.
+
+The matrix of dtypes, layouts and functions is in tests/python and runs on the GPU too.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import fusewise
+from fusewise.functional import linear_act, mlp
+from linear_reference import (
+    ACTIVATIONS,
+    DTYPES,
+    LAYOUTS,
+    Case,
+    assert_close,
+    eager,
+    eager_mlp,
+    gradients,
+    make_case,
+    make_mlp_case,
+    same_bits,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def slow_down(milliseconds=20):
+    """Keeps the current stream busy, so that work on a wrong stream overtakes it."""
+    torch.cuda._sleep(int(milliseconds * 1.5e6))
+
+
+# --- every implementation -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16", "fp64", "fp16-fp32"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_sizes_that_suit_the_gpu(dtypes, activation):
+    for m, k, n in ((256, 256, 512), (1024, 784, 2048), (300, 130, 1000), (4096, 64, 72)):
+        make_case((m,), k, n, "cuda", DTYPES[dtypes], activation).check_every_implementation()
+
+
+def test_both_forward_implementations_are_able_where_they_should_be():
+    def able(activation, dtypes, grad):
+        case = make_case((256,), 256, 512, "cuda", DTYPES[dtypes], activation)
+        forced = case.implementations(backward=grad)
+        return {choice["linear_act"] for choice in forced if "linear_act" in choice}
+
+    for dtypes in ("fp32", "fp16", "bf16", "fp64"):
+        for grad in (False, True):
+            assert able("relu", dtypes, grad) == {"epilogue", "pass"}
+            assert able("silu", dtypes, grad) == able("gelu", dtypes, grad) == {"pass"}
+    assert able("gelu_tanh", "fp16", False) == {"epilogue", "pass"}
+    assert able("gelu_tanh", "fp16", True) == able("gelu_tanh", "fp32", False) == {"pass"}
+
+
+def test_a_declined_implementation_says_why():
+    case = make_case((64,), 64, 64, "cuda", activation="silu")
+    with (
+        fusewise.implementation(linear_act="epilogue"),
+        pytest.raises(RuntimeError, match="'epilogue' declines: cuBLASLt has no epilogue"),
+    ):
+        linear_act(*case.arguments)
+
+
+@pytest.mark.parametrize("dtypes", ["fp16", "fp32"])
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
+def test_a_hidden_layer_too_large_for_the_cache(dtypes, activation):
+    """Of hidden relus beyond 32 MiB bits are kept, and read back."""
+    case = make_mlp_case((5000,), (64, 4096, 48), "cuda", DTYPES[dtypes], activation)
+    assert 5000 * 4096 * case.x.element_size() > 32 << 20
+    case.check_every_implementation()
+
+
+def test_cpu_and_cuda_agree():
+    for dtypes, activation in (("fp64", "gelu"), ("fp32", "relu")):
+        case = make_case((65,), 129, 33, "cuda", DTYPES[dtypes], activation)
+        cpu = Case(*(t.cpu() for t in (*case.inputs, case.dy)), activation)
+        ours, theirs = gradients(case), gradients(cpu)
+        for name in ours:
+            torch.testing.assert_close(ours[name].cpu(), theirs[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["x", "w", "b"])
+@pytest.mark.parametrize("other", ["cpu", "cuda"])
+def test_mixed_devices(name, other):
+    case = make_case((4,), 6, 5, "cuda" if other == "cpu" else "cpu")
+    setattr(case, name, getattr(case, name).to(other))
+    with pytest.raises(RuntimeError, match=r"^[xwb]: expected a tensor on \w+.*got one on"):
+        linear_act(*case.arguments)
+
+
+# --- > 2^31 elements, > 65535 in any dimension --------------------------------------------------
+
+
+def check_in_pieces(found, x, w, b, dy, activation, rows=1 << 16):
+    """Row by row, as the whole in fp64 takes too much memory; dw and db summed up over pieces."""
+    total = None
+    for start in range(0, len(x), rows):
+        cut = slice(start, start + rows)
+        right = Case(x[cut], w, b, dy[cut], activation).reference()
+        for name in ("y", "dx"):
+            value, scale = right[name]
+            assert_close(name, found[name][cut], value.to(x.dtype), value, scale)
+        sums = {name: right[name] for name in ("dw", "db")}
+        total = (
+            sums
+            if total is None
+            else {
+                name: (total[name][0] + sums[name][0], total[name][1] + sums[name][1])
+                for name in sums
+            }
+        )
+    for name, (value, scale) in total.items():
+        assert_close(name, found[name], value.to(x.dtype), value, scale)
+
+
+@pytest.mark.parametrize("k, n", [(1024, 8), (8, 1024)], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_more_than_2_to_the_31_elements(k, n, activation):
+    m = (1 << 21) + 8
+    assert m * max(k, n) > 2**31
+    if torch.cuda.mem_get_info()[0] < 45 * 2**30:
+        pytest.skip("needs 45 GiB of GPU memory")
+
+    def draw(*size):
+        return torch.empty(size, dtype=torch.float16, device="cuda").normal_()
+
+    x, w, b, dy = draw(m, k), draw(n, k) / k**0.5, draw(n), draw(m, n)
+    dy = dy / 64  # so that sums over two million rows stay inside of fp16
+    inputs = [t.requires_grad_() for t in (x, w, b)]
+    y = linear_act(*inputs, activation)
+    found = dict(zip(("dx", "dw", "db"), torch.autograd.grad(y, inputs, dy), strict=True))
+    with torch.no_grad():
+        check_in_pieces({"y": y, **found}, x, w, b, dy, activation)
+
+
+@pytest.mark.parametrize(
+    "m, k, n", [(70000, 8, 8), (8, 70000, 8), (8, 8, 70000), (70001, 3, 5), (3, 5, 70001)], ids=str
+)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "stepped"])
+def test_more_than_65535_of_anything(m, k, n, layout):
+    case = make_case((m,), k, n, "cuda", DTYPES["bf16"], "gelu", layout=layout, dy_layout=layout)
+    case.check_every_implementation()
+
+
+# --- streams, graphs, devices -------------------------------------------------------------------
+
+
+@pytest.fixture(params=["relu", "gelu"])
+def case(request):
+    return make_case((512,), 256, 384, "cuda", DTYPES["fp16"], request.param)
+
+
+def test_side_stream(case):
+    """The input arrives late on a side stream; an operator on any other stream would miss it."""
+    for choice in case.implementations():
+        with fusewise.implementation(**choice):
+            expected = gradients(case)
+            late = Case(*(torch.zeros_like(t) for t in (*case.inputs, case.dy)), case.activation)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                slow_down()
+                for empty, full in zip(
+                    (*late.inputs, late.dy), (*case.inputs, case.dy), strict=True
+                ):
+                    empty.copy_(full)
+                found = gradients(late)
+            stream.synchronize()
+        for output in expected:
+            assert same_bits(found[output], expected[output]), f"{choice}: {output}"
+
+
+def test_the_first_use_on_a_side_stream():
+    """Then algorithms are measured on that stream, and the result is that of a later call."""
+    case = make_case((511,), 264, 392, "cuda", DTYPES["fp16"], "relu")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = gradients(case)
+    stream.synchronize()
+    expected = gradients(case)
+    for output in expected:
+        assert same_bits(found[output], expected[output])
+
+
+def capture(step):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured
+
+
+def replay_and_compare(case, inputs, dy, step, graph, captured):
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for t in (*inputs, dy):
+                t.normal_()
+        for t in captured:
+            t.detach().zero_()
+        graph.replay()
+        for output, ours, right in zip(("y", *case.names), captured, step(), strict=True):
+            assert same_bits(ours.detach(), right.detach()), output
+
+
+def make_step(case):
+    inputs = [t.detach().clone().requires_grad_() for t in case.inputs]
+    dy = case.dy.clone()
+
+    def step():
+        y = case.call(case.ours, inputs)
+        return [y, *torch.autograd.grad(y, inputs, dy)]
+
+    return inputs, dy, step
+
+
+@pytest.mark.parametrize("kind", ["linear_act", "mlp"])
+def test_cuda_graph(case, kind):
+    """Forward and backward captured once, replayed on new data in the same memory."""
+    if kind == "mlp":
+        case = make_mlp_case((512,), (256, 384, 64), "cuda", DTYPES["fp16"], case.activation)
+    for choice in case.implementations():
+        inputs, dy, step = make_step(case)
+        with fusewise.implementation(**choice):
+            warm = torch.cuda.Stream()
+            warm.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(warm):
+                step()
+            torch.cuda.current_stream().wait_stream(warm)
+            replay_and_compare(case, inputs, dy, step, *capture(step))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_the_first_use_inside_a_capture(activation):
+    """Nothing is measured there; what is taken then stays, so results do not change afterwards."""
+    case = make_case((520,), 272, 328, "cuda", DTYPES["bf16"], activation)
+    torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
+    inputs, dy, step = make_step(case)
+    replay_and_compare(case, inputs, dy, step, *capture(step))
+
+
+@pytest.mark.two_gpus
+def test_second_device_while_the_first_is_current():
+    assert torch.cuda.current_device() == 0
+    for case in (
+        make_case((64,), 96, 40, "cuda:1", DTYPES["fp16"], "relu"),
+        make_mlp_case((64,), (96, 40, 24), "cuda:1", DTYPES["fp16"], "gelu"),
+    ):
+        case.check_every_implementation()
+    assert torch.cuda.current_device() == 0
+    case = make_case((64,), 96, 40, "cuda:1")
+    case.w = case.w.to("cuda:0")
+    with pytest.raises(RuntimeError, match="^w: expected a tensor on cuda:1, got one on cuda:0"):
+        linear_act(*case.arguments)
+
+
+# --- what torch is set to -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def matmul_settings():
+    """Gives back what a test changes."""
+    matmul = torch.backends.cuda.matmul
+    names = (
+        "fp32_precision",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    )
+    before = {name: getattr(matmul, name) for name in names}
+    yield matmul
+    for name, value in before.items():
+        setattr(matmul, name, value)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_tf32_as_torch_is_set(matmul_settings, activation):
+    errors = {}
+    case = make_case((256,), 512, 384, "cuda", DTYPES["fp32"], activation)
+    for value in ("ieee", "tf32", "ieee"):
+        matmul_settings.fp32_precision = value
+        case._expected = None
+        ours = case.check()
+        right = case.reference()
+        error = {n: (ours[n] - right[n][0]).abs().max().item() for n in ours}
+        if value in errors:
+            assert errors[value] == error  # back to what it was
+        errors[value] = error
+    for name in ("y", "dx", "dw"):
+        assert errors["tf32"][name] > 10 * errors["ieee"][name], name
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_sums_of_halves_as_torch_is_set(matmul_settings, name):
+    """Few outputs and long sums, which vendors split."""
+    for value in (False, True):
+        setattr(matmul_settings, f"allow_{name}_reduced_precision_reduction", value)
+        case = make_case((32,), 16384, 32, "cuda", DTYPES[name], "relu")
+        case.check_every_implementation()
+
+
+def test_deterministic_algorithms(monkeypatch):
+    case = make_case((512,), 256, 384, "cuda", DTYPES["fp16"], "relu")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        case.check_every_implementation()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def allocated():
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def fails_with_out_of_memory(fn):
+    """Whether `fn` raises torch's own error; keeps no frame, and so no tensor, alive."""
+    try:
+        fn()
+    except torch.OutOfMemoryError as error:
+        return "out of memory" in str(error)
+    return False
+
+
+def test_out_of_memory_forward():
+    """Inputs without features cost nothing, their result 2^45 bytes."""
+    x = torch.zeros(2**22, 0, device="cuda", dtype=torch.float16)
+    small = make_case((4,), 6, 5, "cuda", DTYPES["fp16"])
+    before = allocated()
+    for learned in (False, True):
+        for activation in ("relu", "gelu"):
+            w = torch.zeros_like(x).requires_grad_(learned)
+            assert fails_with_out_of_memory(lambda w=w, a=activation: linear_act(x, w, None, a))
+            last = torch.zeros(1, 2**22, device="cuda", dtype=torch.float16)
+            assert fails_with_out_of_memory(
+                lambda w=w, a=activation, last=last: mlp(x, [w, last], None, a)
+            )
+    del w, last
+    assert allocated() == before
+    assert linear_act(*small.arguments).isfinite().all()
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_out_of_memory_backward(activation):
+    """The gradients do not fit; afterwards nothing is lost and the same call works."""
+    case = make_case((16384,), 1024, 1024, "cuda", DTYPES["fp16"], activation)
+    expected = gradients(case)["dx"]
+
+    def attempt():
+        inputs = [t.detach().requires_grad_() for t in case.inputs]
+        y = linear_act(*inputs, activation)
+        torch.cuda.empty_cache()
+        room = torch.cuda.memory_reserved() + 8 * 2**20  # dx alone is 32 MiB
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(room / total)
+
+        def backward():
+            return torch.autograd.grad(y, inputs, case.dy, retain_graph=True)
+
+        plugs = []  # holes in what torch has reserved would have room for dx
+
+        def plug():
+            plugs.append(torch.empty_like(y))
+
+        try:
+            while not fails_with_out_of_memory(plug):
+                pass
+            kept = allocated()
+            assert fails_with_out_of_memory(backward)
+            assert allocated() == kept
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        plugs.clear()
+        assert same_bits(backward()[0], expected)
+
+    before = allocated()
+    attempt()
+    assert allocated() == before
+
+
+def peak(step):
+    """The most memory that a step needs beyond what is there before it."""
+    step()
+    before = allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def training_peak(case, fn):
+    """Of forward and backward into .grad, as in training: y is gone when backward runs."""
+    inputs = [t.detach().requires_grad_() for t in case.inputs]
+
+    def step():
+        case.call(fn, inputs).backward(case.dy)
+        for t in inputs:
+            t.grad = None
+
+    return peak(step)
+
+
+@pytest.mark.parametrize("m, k, n", [(8192, 4096, 4096), (2048, 1024, 1024)], ids=str)
+def test_peak_memory_of_relu_is_below_eagers(m, k, n):
+    case = make_case((m,), k, n, "cuda", DTYPES["bf16"], "relu")
+    ours, theirs = training_peak(case, linear_act), training_peak(case, eager)
+    assert ours < theirs, f"{ours} of {theirs} bytes"
+    with torch.no_grad():
+        inference = [peak(lambda fn=fn: fn(*case.arguments)) for fn in (linear_act, eager)]
+    # Eager's relu has z beside y; the vendor's workspace is all that may come to ours.
+    assert inference[0] <= inference[1] + (32 << 20)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_peak_memory_of_the_others_is_not_above_eagers(activation):
+    case = make_case((8192,), 2048, 2048, "cuda", DTYPES["bf16"], activation)
+    assert training_peak(case, linear_act) <= training_peak(case, eager) + (32 << 20)
+
+
+def test_peak_memory_of_a_stack_is_not_above_eagers():
+    case = make_mlp_case((8192,), (1024, 2048, 2048, 1024), "cuda", DTYPES["bf16"], "relu")
+    assert training_peak(case, mlp) <= training_peak(case, eager_mlp)
+
+
+def test_memory_is_flat_over_many_calls(case):
+    gradients(case)
+    stack = make_mlp_case((64,), (96, 40, 24), "cuda", DTYPES["fp16"], case.activation)
+    gradients(stack)
+    before = allocated()
+    for _ in range(200):
+        gradients(case)
+        gradients(stack)
+    assert allocated() == before
+
+
+# --- the file of measured algorithms ------------------------------------------------------------
+
+TUNED = """
+    import hashlib, os, warnings
+    os.dup2(1, 2)  # a warning is one of Python's or a line of the library's own
+    warnings.simplefilter("always")
+    import torch
+    from linear_reference import gradients, make_case
+    torch.manual_seed(0)
+    found = []
+    for activation in ("relu", "gelu"):
+        for m, k, n in ((256, 256, 512), (333, 136, 72)):
+            case = make_case((m,), k, n, "cuda", activation=activation)
+            found += [t.cpu().numpy().tobytes() for t in gradients(case).values()]
+    print(hashlib.sha256(b"".join(found)).hexdigest())
+"""
+
+
+def read(output):
+    """The hash of all results of a process, and how many warnings it gave."""
+    return output.split()[-1], output.count("it is ignored, and written anew")
+
+
+def tuned(run_python, folder, **environment):
+    return read(run_python(TUNED, XDG_CACHE_HOME=str(folder), **environment))
+
+
+def entries(folder):
+    lines = (folder / "fusewise" / "products").read_text().splitlines()
+    assert lines[0] == "fusewise choices 1"
+    return lines[1:]
+
+
+def test_choices_outlive_the_process(run_python, tmp_path):
+    first = tuned(run_python, tmp_path)
+    kept = entries(tmp_path)
+    assert kept and all(torch.cuda.get_device_name() in line for line in kept)
+    assert tuned(run_python, tmp_path) == first
+    assert first[1] == 0
+    assert entries(tmp_path) == kept  # nothing was measured again
+
+
+def test_a_damaged_file_is_told_once_and_written_anew(run_python, tmp_path):
+    tuned(run_python, tmp_path)
+    path = tmp_path / "fusewise" / "products"
+    kept = entries(tmp_path)
+    for damaged in ("nonsense", path.read_text()[:-30], path.read_text().replace(" 0", " 1")):
+        path.write_text(damaged)
+        assert tuned(run_python, tmp_path)[1] == 1
+        assert [line.split("\t")[0] for line in entries(tmp_path)] == [
+            line.split("\t")[0] for line in kept
+        ]
+        assert tuned(run_python, tmp_path)[1] == 0
+
+
+def test_nothing_is_measured_where_nobody_wants_it(run_python, tmp_path):
+    first = tuned(run_python, tmp_path, FUSEWISE_TUNE="0")
+    assert not (tmp_path / "fusewise" / "products").exists()
+    assert tuned(run_python, tmp_path, FUSEWISE_TUNE="0") == first
+
+
+def test_a_folder_that_cannot_be_written(run_python, tmp_path):
+    (tmp_path / "fusewise").write_text("in the way")
+    tuned(run_python, tmp_path)
+
+
+def test_two_processes_at_once(tmp_path):
+    """Both measure and write; whatever each took, the file is whole, and a third reads it."""
+    prelude = f"import sys\nsys.path[:0] = {sys.path!r}\n"
+    program = prelude + textwrap.dedent(TUNED)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [read(process.communicate(timeout=300)[0]) for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert [told for _, told in outputs] == [0, 0]
+    keys = [line.split("\t")[0] for line in entries(tmp_path)]
+    assert keys and len(set(keys)) == len(keys)
+
+
+# --- whole models -------------------------------------------------------------------------------
+
+
+def test_training_step_under_autocast():
+    """Against torch's own layers, loss for loss."""
+    losses = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(
+            torch.nn.Linear(48, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32), torch.nn.ReLU()
+        ).cuda()
+        model = fusewise.nn.MLP.from_sequential(layers) if fused else layers
+        x = torch.randn(256, 48, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            with torch.autocast("cuda", torch.float16):
+                y = model(x)
+            assert y.dtype == torch.float16
+            loss = (y.float() - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert layers[0].weight.grad.dtype == torch.float32
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_compile_with_cuda_graphs(kind):
+    """`reduce-overhead` captures forward and backward; several steps, as in training."""
+    torch._dynamo.reset()
+    if kind == "linear":
+        module = fusewise.nn.LinearAct(64, 48, device="cuda")
+    else:
+        module = fusewise.nn.MLP([64, 96, 48], "gelu", device="cuda")
+    compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(32, 64, device="cuda")
+        results = []
+        for fn in (module, compiled):
+            y = fn(x)
+            slopes = torch.autograd.grad(y.square().sum(), list(module.parameters()))
+            results.append([t.clone() for t in (y, *slopes)])
+        torch.testing.assert_close(*results)
+
+
+def test_layouts_of_halves_on_the_gpu():
+    """Odd leading dimensions of sliced rows, for both forward implementations."""
+    for layout in LAYOUTS:
+        for k, n in ((65, 33), (64, 40)):
+            make_case(
+                (48,), k, n, "cuda", DTYPES["bf16"], "relu", layout=layout, w_layout=layout
+            ).check_every_implementation()
