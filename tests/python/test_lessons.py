@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fusewise import cli, lessons
-from fusewise.bench.naive import naive_library
 from fusewise.bench.families.linear_act import naive_linear_relu
+from fusewise.bench.naive import naive_library
 from fusewise.lessons import LESSONS, amdahl, packing
 
 ROOT = Path(__file__).parents[2]
