@@ -23,11 +23,12 @@ def autoencoder(x, *weights, output="reconstruction"):
     `output` is "reconstruction" (x's shape), "latent" `[N, L]` or "score" `[N]`.
     """
     try:
-        x, weights = _autocast(x, weights)
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            x, weights = _autocast(x, weights)
         wants_gradient = torch.is_grad_enabled() and (
             x.requires_grad or any(weight.requires_grad for weight in weights)
         )
-        tf32 = product_math(x)[0]
+        tf32 = x.is_cuda and product_math(x)[0]
     except AttributeError as error:
         raise _ops.autoencoder_wrong_type(x, weights) or error from None
     if needs_formula():
