@@ -24,8 +24,7 @@ struct Weights {
     tensors.reserve(kWeights);
     for (std::size_t i = 0; i < kWeights; ++i) {
       tensors.push_back(dense(given[i]));
-      views.*kAutoencoderWeights[i].weight =
-          view_of(kAutoencoderWeights[i].name, tensors.back());
+      views.*kAutoencoderWeights[i].weight = view_of(kAutoencoderWeights[i].name, tensors.back());
     }
   }
 };

@@ -21,7 +21,7 @@ using autoencoder::Strided;
 using autoencoder::Sums;
 using autoencoder::Tensors;
 
-constexpr int kVectors = 2;  // of rows in a full block
+constexpr int kVectors = 2;                  // of rows in a full block
 constexpr int kTile = kBytes == 64 ? 8 : 4;  // times two vectors: what the registers hold
 
 template <typename A>
@@ -56,8 +56,8 @@ struct Lanes {};
 template <int kStep, typename V, int... kLane>
 [[gnu::always_inline]] inline void exchange(V& a, V& b, Lanes<kLane...>) {
   constexpr int kCount = sizeof...(kLane);
-  const V low = __builtin_shufflevector(
-      a, b, ((kLane & kStep) != 0 ? kCount + kLane - kStep : kLane)...);
+  const V low =
+      __builtin_shufflevector(a, b, ((kLane & kStep) != 0 ? kCount + kLane - kStep : kLane)...);
   b = __builtin_shufflevector(a, b, ((kLane & kStep) != 0 ? kCount + kLane : kLane + kStep)...);
   a = low;
 }
@@ -177,10 +177,9 @@ template <From kFrom, int kVecs, typename A>
   Index n = 0;
   const auto tile = [&]<int kOutputs>() {
     for (; n + kOutputs <= outputs; n += kOutputs) {
-      multiply_tile<kFrom, kVecs, kOutputs>(matrix.weights + n * matrix.output, matrix.output,
-                                            matrix.input, inputs,
-                                            kFrom == From::bias ? bias + n : nullptr, in,
-                                            out + n * kRows<A, kVecs>);
+      multiply_tile<kFrom, kVecs, kOutputs>(
+          matrix.weights + n * matrix.output, matrix.output, matrix.input, inputs,
+          kFrom == From::bias ? bias + n : nullptr, in, out + n * kRows<A, kVecs>);
     }
   };
   tile.template operator()<kTile>();
@@ -409,7 +408,8 @@ struct Infinite {
   }
 };
 
-// The way that is not folded, for a single row: infinities meet as they do in torch. ---------------
+// The way that is not folded, for a single row: infinities meet as they do in torch.
+// ---------------
 
 /// r_f of a row from its z, which lies at steps of `step`.
 template <typename A>
@@ -464,7 +464,8 @@ void decode_row_gradient(const Model<A>& model, Index frame, const A* z, const A
   }
 }
 
-// The whole model for a block of rows. -------------------------------------------------------------
+// The whole model for a block of rows.
+// -------------------------------------------------------------
 
 /// Parts of the scratch, each at a whole cache line; without memory it only counts.
 template <typename A>
@@ -484,8 +485,8 @@ struct Taker {
 template <typename A>
 struct Passed {
   bool keep;
-  A *input, *hidden;                         // [max(M, S)][rows] each, of the frame at hand
-  A *normalised, *scales, *slopes, *coded;   // by frame; `coded` is [row][S]
+  A *input, *hidden;                        // [max(M, S)][rows] each, of the frame at hand
+  A *normalised, *scales, *slopes, *coded;  // by frame; `coded` is [row][S]
   A *mid_normalised, *mid_scale, *mid_input, *mid_slopes, *z;
 };
 
@@ -610,8 +611,8 @@ void output_gradient(const Model<A>& model, const Strided<const T>& x,
   }
   A factors[kRows<A, kVecs>] = {};
   for (Index i = 0; i < count; ++i) {
-    factors[i] = gradient.score[(row + i) * gradient.score_step] * A(2) /
-                 A(size.frames * size.mels);
+    factors[i] =
+        gradient.score[(row + i) * gradient.score_step] * A(2) / A(size.frames * size.mels);
   }
   decode_block<kVecs>(model, frame, p.z, unfolded, r, p.hidden);
   load_lanes<kVecs>(x, row, count, frame, size.mels, p.input);
@@ -710,8 +711,8 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
   add_rows<kVecs>(dmid, static_cast<const A*>(nullptr), size.latent, count, into.mid_norm_bias);
   normalise_gradient<kVecs>(dmid, w.mid_norm_weight, p.mid_normalised, size.latent, p.mid_scale);
 
-  const bool want_norm = dx.data != nullptr || into.norm_weight != nullptr ||
-                         into.norm_bias != nullptr;
+  const bool want_norm =
+      dx.data != nullptr || into.norm_weight != nullptr || into.norm_bias != nullptr;
   const bool want_encoder =
       want_norm || into.encoder_weight != nullptr || into.encoder_bias != nullptr;
   scale_features<kVecs>(dmid, model.inverse_lengths, size.latent, dz);
@@ -729,8 +730,7 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
     each<A, kVecs>(size.slice, [&](Index, Index place) {
       M::store(p.hidden + place, M::load(p.hidden + place) * M::load(slopes + place));
     });
-    add_rows<kVecs>(p.hidden, static_cast<const A*>(nullptr), size.slice, count,
-                    into.encoder_bias);
+    add_rows<kVecs>(p.hidden, static_cast<const A*>(nullptr), size.slice, count, into.encoder_bias);
     if (into.encoder_weight != nullptr) {
       store_lanes<kVecs>(normalised, size.mels, Strided<A>{rows, size.mels, 0, 1}, 0, count, 0);
       outer(p.hidden, kAll, Index(1), size.slice, rows, size.mels, size.mels, count,
@@ -852,7 +852,8 @@ void finish(const Model<A>& model, const Sums<A>& sums, A* scratch) {
     for (Index s = 0; s < size.slice; ++s) {
       for (Index m = 0; m < size.mels; ++m) {
         A& sum = into.encoder_weight[s * size.mels + m];
-        sum = sum * model.weights.norm_weight[m] + into.encoder_bias[s] * model.weights.norm_bias[m];
+        sum =
+            sum * model.weights.norm_weight[m] + into.encoder_bias[s] * model.weights.norm_bias[m];
       }
     }
   }
@@ -919,13 +920,13 @@ void add_all(const A* from, Index count, A* to) {
 
 template <typename T, typename A = AccumulatorOf<T>>
 constexpr Kernels<T> all_of() {
-  return {kRows<A, kVectors>, scratch_elements<A>, widen_all<T>, narrow_all<T>, add_all<A>,
-          fold<A>,            forward<T>,          backward<T>,  finish<A>};
+  return {kRows<A, kVectors>, scratch_elements<A>, widen_all<T>, narrow_all<T>, add_all<A>, fold<A>,
+          forward<T>,         backward<T>,         finish<A>};
 }
 
 }  // namespace
 
 constinit const autoencoder::KernelSet autoencoder_kernels{all_of<float>(), all_of<double>(),
-                                                        all_of<F16>(), all_of<BF16>()};
+                                                           all_of<F16>(), all_of<BF16>()};
 
 }  // namespace fusewise::cpu::FUSEWISE_ISA

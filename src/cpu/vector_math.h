@@ -39,15 +39,15 @@ Power power(F32 x) {
   return {p, (I32)shifted - (I32)(F32{} + kRound)};
 }
 
-[[maybe_unused]] F32 exp(F32 x) {
+[[maybe_unused]] F32 exp(F32 argument) {
+  // Beyond these the result is 0 or infinite anyway, and n would not fit.
+  F32 x = select(argument > 89.0f, F32{} + 89.0f, argument);
+  x = select(x < -104.0f, F32{} - 104.0f, x);
   const auto [p, whole] = power(x);
   // In two steps, so that neither factor leaves the range of normal numbers.
   const I32 half = whole >> 1;
   const F32 low = (F32)((half + 127) << 23), high = (F32)((whole - half + 127) << 23);
-  F32 result = p * low * high;
-  result = select(x > 88.73f, F32{} + __builtin_inff(), result);
-  result = select(x < -104.0f, F32{}, result);
-  return select(x != x, x, result);
+  return select(x != x, x, p * low * high);
 }
 
 /// For |x| < 80, where nothing can go wrong.
@@ -113,10 +113,11 @@ V normal_cdf(V z) {
   return lane(V{}, 0.5) * (1 + erf(z * lane(V{}, 0.70710678118654752)));
 }
 
-/// In float32 with half the instructions: one exponential of a polynomial, the logarithm of the tail
-/// beyond |z|, with a third of the error of 1 + erf.
+/// In float32 with half the instructions: one exponential of a polynomial, the logarithm of the
+/// tail beyond |z|, with a third of the error of 1 + erf.
 [[maybe_unused]] F32 normal_cdf(F32 z) {
-  const F32 t = (F32)((U32)z & 0x7fffffff);
+  const F32 size = (F32)((U32)z & 0x7fffffff);
+  const F32 t = select(size > 5.6f, F32{} + 5.6f, size);
   F32 p = F32{} + 1.56326951e-07f;
   p = multiply_add(p, t, F32{} - 3.56046676e-06f);
   p = multiply_add(p, t, F32{} + 3.26750932e-05f);
@@ -127,7 +128,7 @@ V normal_cdf(V z) {
   p = multiply_add(p, t, F32{} - 0.318285269f);
   p = multiply_add(p, t, F32{} - 0.797887154f);
   p = multiply_add(p, t, F32{} - 0.693147137f);
-  const F32 tail = select(t > 5.6f, F32{}, exp_bounded(p));  // beyond, 1 - tail is 1
+  const F32 tail = select(size > 5.6f, F32{}, exp_bounded(p));  // beyond, 1 - tail is 1
   return select(z < 0.0f, tail, 1.0f - tail);
 }
 

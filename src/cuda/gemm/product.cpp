@@ -11,6 +11,7 @@
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
+#include <limits>
 #include <unordered_map>
 #include <vector>
 
@@ -118,10 +119,11 @@ struct Description {
 struct Algorithm {
   cublasLtMatmulAlgo_t algorithm;
   std::size_t workspace;
+  bool nan = true;  // see lets_nan_through
 };
 
 std::string written(const Algorithm& algorithm) {
-  std::string text;
+  std::string text = algorithm.nan ? "1" : "0";
   for (const std::uint64_t word : algorithm.algorithm.data) {
     char digits[18];
     std::snprintf(digits, sizeof(digits), " %016" PRIx64, word);
@@ -131,11 +133,11 @@ std::string written(const Algorithm& algorithm) {
 }
 
 void run(const Context& context, const Product& p, Description& description,
-         const Algorithm& algorithm, void* workspace) {
-  const double one = 1, zero = 0;
-  const float one32 = 1, zero32 = 0;
+         const Algorithm& algorithm, void* workspace, double factor = 1) {
+  const double zero = 0;
+  const float factor32 = static_cast<float>(factor), zero32 = 0;
   const bool f64 = p.dtype == DType::f64;
-  const void* alpha = f64 ? static_cast<const void*>(&one) : &one32;
+  const void* alpha = f64 ? static_cast<const void*>(&factor) : &factor32;
   const void* beta = f64 ? static_cast<const void*>(&zero) : &zero32;
   check_blas(
       cublasLtMatmul(handle_of(context.device), &description.operation, alpha, p.b.data,
@@ -215,11 +217,52 @@ std::vector<Algorithm> candidates(const Context& context, const Product& p,
   return list;
 }
 
+bool is_nan(DType dtype, const char* bytes) {
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, bytes, size_of(dtype));
+  switch (dtype) {
+    case DType::f64:
+      return (bits & ~(1ull << 63)) > 0x7ff0000000000000;
+    case DType::f32:
+      return (bits & 0x7fffffff) > 0x7f800000;
+    case DType::f16:
+      return (bits & 0x7fff) > 0x7c00;
+    default:
+      return (bits & 0x7fff) > 0x7f80;
+  }
+}
+
+/// By a product of which every element is NaN before the epilogue.
+bool lets_nan_through(const Context& context, const Product& p, Description& description,
+                      const Algorithm& algorithm) {
+  constexpr std::int64_t kLooked = 16;
+  const RelaxedCapture relaxed;
+  const Scratch<char> workspace(context, static_cast<std::int64_t>(algorithm.workspace));
+  run(context, p, description, algorithm, workspace.data(),
+      std::numeric_limits<double>::quiet_NaN());
+  const std::int64_t size = size_of(p.dtype), count = std::min(kLooked, p.columns);
+  const auto* d = static_cast<const char*>(p.d.data);
+  char seen[2][kLooked * 8];
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  for (const int last : {0, 1}) {
+    const std::int64_t at = last * ((p.rows - 1) * p.d.stride + p.columns - count);
+    check_cuda(
+        cudaMemcpyAsync(seen[last], d + at * size, count * size, cudaMemcpyDeviceToHost, stream),
+        "looking at a product");
+  }
+  check_cuda(cudaStreamSynchronize(stream), "looking at a product");
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (!is_nan(p.dtype, seen[0] + i * size) || !is_nan(p.dtype, seen[1] + i * size)) return false;
+  }
+  return true;
+}
+
 /// From the file; nothing where it does not describe an algorithm that this product can take.
 std::optional<Algorithm> restored(const Context& context, const std::string& text,
                                   Description& description) {
   Algorithm algorithm{};
-  char* end = const_cast<char*>(text.c_str());
+  algorithm.nan = text.starts_with("1 ");
+  char* end = const_cast<char*>(text.c_str()) + std::min<std::size_t>(1, text.size());
   for (std::uint64_t& word : algorithm.algorithm.data) {
     const char* at = end;
     word = std::strtoull(at, &end, 16);
@@ -248,18 +291,31 @@ class Settled {
   Algorithm of(const Context& context, const Product& p, Description& description) {
     const ProductKey key = key_of(p);
     if (const auto found = find(key)) return *found;
+    const bool tries = p.epilogue != Epilogue::none;
     if (!may_measure(context, p.math)) {
       // Also under capture: it then stays so for this process, as results must not change in it.
       const auto kept = p.math.tune ? kept_choice(context, "product" + text_of(key)) : std::nullopt;
       const auto known = kept ? restored(context, *kept, description) : std::nullopt;
-      return settle(key, known ? *known : first_choice(context, p));
+      if (known) return settle(key, *known);
+      Algorithm first = first_choice(context, p);
+      first.nan =
+          !tries || (!is_captured(context) && lets_nan_through(context, p, description, first));
+      return settle(key, first);
     }
     const auto alone = measuring();
     if (const auto found = find(key)) return *found;  // another thread was faster
     if (const auto kept = kept_choice(context, "product" + text_of(key))) {
       if (const auto known = restored(context, *kept, description)) return settle(key, *known);
     }
-    const std::vector<Algorithm> algorithms = candidates(context, p, description);
+    std::vector<Algorithm> algorithms = candidates(context, p, description);
+    if (tries) {
+      for (Algorithm& each : algorithms) {
+        each.nan = lets_nan_through(context, p, description, each);
+      }
+      if (std::any_of(algorithms.begin(), algorithms.end(), [](auto& each) { return each.nan; })) {
+        std::erase_if(algorithms, [](const Algorithm& each) { return !each.nan; });
+      }
+    }
     const Algorithm best =
         algorithms.size() == 1 ? algorithms[0] : measured(context, p, description, algorithms);
     keep_choice(context, "product" + text_of(key), written(best));
@@ -283,6 +339,37 @@ class Settled {
   std::mutex mutex_;
   std::unordered_map<ProductKey, Algorithm, ProductKeyHash> known_;
 };
+
+/// body(the product as the vendor takes it): no sum is empty, the bias is aligned, d not
+/// transposed.
+template <typename Body>
+auto prepare(const Context& context, Product p, const Body& body) {
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  const std::int64_t size = size_of(p.dtype);
+  // Nothing to sum up: as a product of zeros.
+  const Scratch<char> zeros(context, p.inner == 0 ? std::max(p.rows, p.columns) * size : 0);
+  if (p.inner == 0) {
+    check_cuda(cudaMemsetAsync(zeros.data(), 0, std::max(p.rows, p.columns) * size, stream),
+               "clearing zeros");
+    p.inner = 1;
+    p.a = {zeros.data(), 1, false};
+    p.b = {zeros.data(), 1, true};
+  }
+  const bool copies = reinterpret_cast<std::uintptr_t>(p.bias) % kBiasAlignment != 0;
+  const Scratch<char> bias(context, copies ? p.columns * size : 0);
+  if (copies) {
+    check_cuda(
+        cudaMemcpyAsync(bias.data(), p.bias, p.columns * size, cudaMemcpyDeviceToDevice, stream),
+        "copying a bias");
+    p.bias = bias.data();
+  }
+  if (p.d.transposed) {  // d^T = b^T a^T
+    std::swap(p.rows, p.columns);
+    std::swap(p.a, p.b);
+    for (Matrix* matrix : {&p.a, &p.b, &p.d}) matrix->transposed = !matrix->transposed;
+  }
+  return body(p);
+}
 
 Settled& settled_for(Device device) {
   static std::array<Settled, kMaxDevices> all;
@@ -310,36 +397,22 @@ std::string text_of(const ProductKey& key) {
   return text;
 }
 
-void multiply(const Context& context, Product p) {
+bool lets_nan_through(const Context& context, const Product& p) {
+  if (p.epilogue == Epilogue::none || p.rows == 0 || p.columns == 0) return true;
+  return prepare(context, p, [&](const Product& ready) {
+    Description description(ready);
+    return settled_for(context.device).of(context, ready, description).nan;
+  });
+}
+
+void multiply(const Context& context, const Product& p) {
   if (p.rows == 0 || p.columns == 0) return;
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  const std::int64_t size = size_of(p.dtype);
-  // Nothing to sum up: as a product of zeros.
-  const Scratch<char> zeros(context, p.inner == 0 ? std::max(p.rows, p.columns) * size : 0);
-  if (p.inner == 0) {
-    check_cuda(cudaMemsetAsync(zeros.data(), 0, std::max(p.rows, p.columns) * size, stream),
-               "clearing zeros");
-    p.inner = 1;
-    p.a = {zeros.data(), 1, false};
-    p.b = {zeros.data(), 1, true};
-  }
-  const bool copies = reinterpret_cast<std::uintptr_t>(p.bias) % kBiasAlignment != 0;
-  const Scratch<char> bias(context, copies ? p.columns * size : 0);
-  if (copies) {
-    check_cuda(
-        cudaMemcpyAsync(bias.data(), p.bias, p.columns * size, cudaMemcpyDeviceToDevice, stream),
-        "copying a bias");
-    p.bias = bias.data();
-  }
-  if (p.d.transposed) {  // d^T = b^T a^T
-    std::swap(p.rows, p.columns);
-    std::swap(p.a, p.b);
-    for (Matrix* matrix : {&p.a, &p.b, &p.d}) matrix->transposed = !matrix->transposed;
-  }
-  Description description(p);
-  const Algorithm algorithm = settled_for(context.device).of(context, p, description);
-  const Scratch<char> workspace(context, static_cast<std::int64_t>(algorithm.workspace));
-  run(context, p, description, algorithm, workspace.data());
+  prepare(context, p, [&](const Product& ready) {
+    Description description(ready);
+    const Algorithm algorithm = settled_for(context.device).of(context, ready, description);
+    const Scratch<char> workspace(context, static_cast<std::int64_t>(algorithm.workspace));
+    run(context, ready, description, algorithm, workspace.data());
+  });
 }
 
 }  // namespace fusewise::cuda

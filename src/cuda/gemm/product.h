@@ -25,7 +25,12 @@ struct Product {
   ProductMath math{};
 };
 
-void multiply(const Context& context, Product product);
+void multiply(const Context& context, const Product& product);
+
+/// Whether the product's epilogue gives NaN for NaN, as its activation does: of some of the
+/// vendor's algorithms relu makes 0 of it. Tried out at the first call of a kind, on d, which is
+/// overwritten; false where that cannot be, as a graph is captured.
+bool lets_nan_through(const Context& context, const Product& product);
 
 /// Everything that the best algorithm for a product may depend on, apart from GPU and library.
 using ProductKey = std::array<std::int64_t, 8>;

@@ -86,20 +86,6 @@ class Event {
   cudaEvent_t event_{};
 };
 
-/// Another thread may be capturing a graph meanwhile, in a mode that would refuse what is done here
-/// although it has nothing to do with that thread.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { swap(); }
-  ~RelaxedCapture() { swap(); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  void swap() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 /// Several calls of one way as a graph.
 class Graph {
  public:
@@ -148,16 +134,19 @@ float median(std::vector<float> samples) {
 
 }  // namespace
 
+bool is_captured(const Context& context) {
+  cudaStreamCaptureStatus status{};
+  check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(context.stream), &status),
+             "asking whether a graph is captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 bool may_measure(const Context& context, const ProductMath& math) {
   static const bool wanted = [] {
     const char* text = std::getenv("FUSEWISE_TUNE");
     return text == nullptr || std::string(text) != "0";
   }();
-  if (!math.tune || !wanted) return false;
-  cudaStreamCaptureStatus status{};
-  check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(context.stream), &status),
-             "asking whether a graph is captured");
-  return status == cudaStreamCaptureStatusNone;
+  return math.tune && wanted && !is_captured(context);
 }
 
 std::optional<std::string> kept_choice(const Context& context, const std::string& key) {

@@ -8,14 +8,32 @@
 #include <span>
 #include <string>
 
+#include "cuda/cuda_error.h"
 #include "fusewise/context.h"
 #include "fusewise/linear_act.h"
 
 namespace fusewise::cuda {
 
+/// Whether a graph is being captured on the context's stream.
+bool is_captured(const Context& context);
+
 /// Whether this call may measure: its settings and the environment (FUSEWISE_TUNE) want it, and no
 /// graph is being captured on its stream.
 bool may_measure(const Context& context, const ProductMath& math);
+
+/// Another thread may be capturing a graph meanwhile, in a mode that would refuse what is done here
+/// although it has nothing to do with that thread.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { swap(); }
+  ~RelaxedCapture() { swap(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  void swap() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
 
 /// What was kept under a key, for this GPU and this cuBLASLt, by this process or one before it.
 std::optional<std::string> kept_choice(const Context& context, const std::string& key);

@@ -35,9 +35,15 @@ Epilogue epilogue_of(Activation activation) {
   return Epilogue::none;
 }
 
+Product epilogue_product(const LinearActForward& call) {
+  Product p = forward_product(call, call.y);
+  p.epilogue = epilogue_of(call.activation);
+  return p;
+}
+
 // Forward, the activation in the epilogue. -------------------------------------------------------
 
-std::string epilogue_declines(const Context&, const LinearActForward& call) {
+std::string epilogue_declines(const Context& context, const LinearActForward& call) {
   if (call.z.defined()) return "the product is there already";
   if (call.activation == Activation::identity) return "";
   if (epilogue_of(call.activation) == Epilogue::none) {
@@ -50,15 +56,15 @@ std::string epilogue_declines(const Context&, const LinearActForward& call) {
       return "cuBLASLt's gelu is not exact enough for this dtype";
     }
   }
-  return "";
+  return lets_nan_through(context, epilogue_product(call))
+             ? ""
+             : "cuBLASLt's epilogue here is not known to keep NaN";
 }
 
 /// relu's bits are ours: those of the vendor's epilogue are set where z is 0 and not where it is
 /// NaN, unlike torch's gradient.
 void epilogue_run(const Context& context, const LinearActForward& call) {
-  Product p = forward_product(call, call.y);
-  p.epilogue = epilogue_of(call.activation);
-  multiply(context, p);
+  multiply(context, epilogue_product(call));
   if (call.kept.defined()) activate(context, {call.y, {}, call.kept, call.activation});
 }
 
@@ -86,9 +92,7 @@ void pass_run(const Context& context, const LinearActForward& call) {
 std::string epilogue_yields(const Context& context, const LinearActForward& call) {
   constexpr char kSlower[] = "measured: a product and a pass behind it are faster";
   if (call.activation == Activation::identity || call.y.numel() == 0 || !call.math.tune) return "";
-  Product p = forward_product(call, call.y);
-  p.epilogue = epilogue_of(call.activation);
-  const ProductKey key = key_of(p);
+  const ProductKey key = key_of(epilogue_product(call));
 
   // Every call asks; after the first one this must cost next to nothing.
   thread_local std::map<std::pair<int, bool>, std::unordered_map<ProductKey, bool, ProductKeyHash>>

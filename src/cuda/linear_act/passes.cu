@@ -21,9 +21,9 @@ constexpr int kThreads = 256;
 constexpr int kDepth = 4;  // rows that a thread has in flight
 constexpr int kBlocksPerMultiprocessor = 8;
 
-/// A block has 32 groups of columns and 8 rows, or, where rows are few, 8 groups and 32 rows: then
-/// it sums up all of them, and nothing is left to be added.
-constexpr int kWideShift = 5, kNarrowShift = 3;
+/// A block has 32 groups of columns and 8 rows at a time. Where rows are few and to be summed up,
+/// it has 4 groups and 64 rows, and goes through all of them: nothing is left to be added.
+constexpr int kWideShift = 5, kNarrowShift = 2;
 constexpr long long kFewRows = 512;
 
 /// Eight adjacent elements of a row as they are in memory: as vectors where addresses allow it,
@@ -186,7 +186,7 @@ struct GradientArguments {
 template <Activation kKind, Keeps kKeeps, typename T, bool kVectors>
 __global__ void __launch_bounds__(kThreads) differentiate_rows(const GradientArguments a) {
   using A = Accumulator<T>;
-  __shared__ A parts[kThreads * kGroup];
+  __shared__ A parts[kThreads / 32][32 * kGroup];
   wait_for_previous_kernel();
   allow_next_kernel();
   const Place place(a.rows, a.columns, a.chunk, a.shift);
@@ -228,22 +228,26 @@ __global__ void __launch_bounds__(kThreads) differentiate_rows(const GradientArg
     }
   }
   if (a.sums == nullptr) return;
-  const int width = kGroup << a.shift;
+  // First over the rows of a warp, then over the warps.
+  for (int offset = 16; offset >> a.shift > 0; offset /= 2) {
 #pragma unroll
-  for (int j = 0; j < kGroup; ++j) {
-    parts[place.strand * width + place.lane * kGroup + j] = sums[j];
+    for (int j = 0; j < kGroup; ++j) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], offset);
+  }
+  if (threadIdx.x % 32 >> a.shift == 0) {
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) parts[threadIdx.x / 32][place.lane * kGroup + j] = sums[j];
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < width; i += kThreads) {
-    const long long column = place.tile + i;
-    if (column >= a.columns) break;
-    A sum = 0;
-    for (int strand = 0; strand < place.strands; ++strand) sum += parts[strand * width + i];
-    if (a.only_chunk) {
-      static_cast<T*>(a.sums)[column] = from_accumulator<T>(sum);
-    } else {
-      static_cast<A*>(a.sums)[place.index * a.columns + column] = sum;
-    }
+  static_assert(kThreads == 32 * kGroup, "a thread for each column of the widest block");
+  const long long column = place.tile + threadIdx.x;
+  if (threadIdx.x >= kGroup << a.shift || column >= a.columns) return;
+  A sum = 0;
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) sum += parts[warp][threadIdx.x];
+  if (a.only_chunk) {
+    static_cast<T*>(a.sums)[column] = from_accumulator<T>(sum);
+  } else {
+    static_cast<A*>(a.sums)[place.index * a.columns + column] = sum;
   }
 }
 
@@ -277,13 +281,11 @@ struct Cut {
   int shift;
   std::int64_t tiles, chunk, chunks;
 
-  Cut(const Context& context, std::int64_t rows, std::int64_t columns)
-      : shift(rows <= kFewRows ? kNarrowShift : kWideShift),
-        tiles(divide_up(columns, kGroup << shift)) {
+  Cut(const Context& context, std::int64_t rows, std::int64_t columns, bool narrow)
+      : shift(narrow ? kNarrowShift : kWideShift), tiles(divide_up(columns, kGroup << shift)) {
     const std::int64_t blocks =
         std::int64_t{limits_of(context.device).multiprocessors} * kBlocksPerMultiprocessor;
-    const std::int64_t wanted =
-        rows <= kFewRows ? 1 : std::max<std::int64_t>(1, blocks / std::max<std::int64_t>(1, tiles));
+    const std::int64_t wanted = narrow ? 1 : std::max<std::int64_t>(1, blocks / tiles);
     chunk = std::max<std::int64_t>(divide_up(rows, wanted), kThreads >> shift);
     chunks = std::max<std::int64_t>(1, divide_up(rows, chunk));
   }
@@ -324,7 +326,7 @@ void dispatch(Activation kind, bool vectors, Body body) {
 void activate(const Context& context, const ActivationPass& pass) {
   const std::int64_t rows = pass.z.sizes[0], columns = pass.z.sizes[1];
   if (rows == 0 || columns == 0) return;
-  const Cut cut(context, rows, columns);
+  const Cut cut(context, rows, columns, false);
   const ActivationArguments arguments{
       pass.z.data,
       pass.y.data,
@@ -350,9 +352,10 @@ void activate(const Context& context, const ActivationPass& pass) {
 void differentiate(const Context& context, const GradientPass& pass) {
   const std::int64_t rows = pass.dy.sizes[0], columns = pass.dy.sizes[1];
   if (columns == 0) return;
-  const Cut cut(context, rows, columns);
   const std::int64_t size = size_of(pass.dy.dtype);
-  const bool sums = pass.db.defined(), only_chunk = cut.chunks == 1;
+  const bool sums = pass.db.defined();
+  const Cut cut(context, rows, columns, sums && rows <= kFewRows);
+  const bool only_chunk = cut.chunks == 1;
   const Scratch<char> partial(
       context, sums && !only_chunk ? cut.chunks * columns * std::max<std::int64_t>(size, 4) : 0);
   const bool bits = pass.activation == Activation::relu && pass.kept.dtype == DType::u8;
