@@ -602,6 +602,10 @@ int main(int argc, char** argv) {
           keeps.projection = kept;
           fused(keeps);
           check_backward(p, "projection kept", fused, kept);
+          if (sizes.rows < 1000) {
+            general(keeps);
+            check_backward(p, "kept by general", fused, kept);
+          }
           if (sizes.n_mels == 64) check_backward(p, "8 warps", planned_back({8, true}), kept);
           cudaFree(kept);
           if (!small) check_backward(p, "2 warps, L1", planned_back({2, false}));
