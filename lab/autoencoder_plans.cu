@@ -3,7 +3,9 @@
 // shipped; built by hand with nvcc from this file, src/cuda and the two sources of src/common that
 // they need.
 //
-//   autoencoder_plans check|small|time     (small: few rows, for compute-sanitizer)
+//   autoencoder_plans check|small|time|profile [f32|tf32|bf16|bf16/f32|f16|f64]
+//
+// small: few rows, for compute-sanitizer; profile: one call each way, for ncu.
 
 #include <algorithm>
 #include <cmath>
@@ -446,9 +448,9 @@ void check_forward(const Problem& p, const char* name, const Results<double>& wa
 }
 
 void check_backward(const Problem& p, const char* name, const Backward& run,
-                    const void* projection = nullptr) {
+                    const void* projection = nullptr, int sources = 4) {
   const auto sizes = tensor_sizes(p.sizes);
-  for (int source = 0; source < 4; ++source) {
+  for (int source = 0; source < sources; ++source) {
     auto call = p.backward();
     call.projection = projection;
     if (source == 0 || source == 3) call.d_out = p.g_dout;
@@ -577,6 +579,7 @@ int main(int argc, char** argv) {
     if (!small) {
       cases.push_back({512, 64, 5, 32, 64});
       cases.push_back({4096, 64, 5, 32, 64});
+      cases.push_back({65536, 64, 5, 32, 64});
     }
     for (const auto& sizes : cases) {
       for (const Mode& mode : kModes) {
@@ -591,6 +594,11 @@ int main(int argc, char** argv) {
         const auto plain = reference<float>(sizes, p.parameters, p.x, nullptr, nullptr, nullptr);
         if (autoencoder_fused_declines(context, p.forward()).empty()) {
           check_forward(p, "chosen", want, plain, fused);
+          if (sizes.rows > 10000) {
+            // The reference takes long; one gradient comes in.
+            check_backward(p, "chosen", fused, nullptr, 1);
+            continue;
+          }
           check_forward(p, "8 warps alone", want, plain, planned({8, false}));
           check_forward(p, "8 warps together", want, plain, planned({8, true}));
           check_forward(p, "5 warps together", want, plain, planned({5, true}));
@@ -602,6 +610,10 @@ int main(int argc, char** argv) {
           keeps.projection = kept;
           fused(keeps);
           check_backward(p, "projection kept", fused, kept);
+          if (sizes.rows < 1000) {
+            general(keeps);
+            check_backward(p, "kept by general", fused, kept);
+          }
           if (sizes.n_mels == 64) check_backward(p, "8 warps", planned_back({8, true}), kept);
           cudaFree(kept);
           if (!small) check_backward(p, "2 warps, L1", planned_back({2, false}));

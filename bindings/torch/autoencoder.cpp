@@ -5,6 +5,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <tuple>
+
 #include "call.h"
 #include "common/check.h"
 #include "text.h"
@@ -40,13 +42,16 @@ Output output_from(const Text& name) {
 
 DType score_dtype(DType x) { return x == DType::f64 ? DType::f64 : DType::f32; }
 
+std::int64_t latent_of(const AutoencoderWeights& weights) {
+  return weights.basis.rank > 0 ? weights.basis.sizes[0] : 0;
+}
+
 /// Uninitialised; what nobody checked yet gets a shape that the core will refuse.
 Tensor new_output(Output output, const Tensor& x, const AutoencoderForward& call) {
   if (output == Output::reconstruction) return new_like(x);
   const std::int64_t rows = x.dim() > 0 ? x.size(0) : 0;
-  const TensorView& basis = call.weights.basis;
   if (output == Output::score) return new_dense(x, score_dtype(call.x.dtype), {rows});
-  return new_dense(x, call.x.dtype, {rows, basis.rank > 0 ? basis.sizes[0] : 0});
+  return new_dense(x, call.x.dtype, {rows, latent_of(call.weights)});
 }
 
 template <typename Call>
@@ -60,8 +65,10 @@ TensorView& place_of(Call& call, Output output) {
   }
 }
 
-Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const Text& output, bool tf32,
-               const Text& implementation) {
+/// The projection is empty where nothing is to be saved.
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const std::vector<Tensor>& weights,
+                                   const Text& output, bool tf32, bool save,
+                                   const Text& implementation) {
   const CallContext context(x);
   const Weights dense_weights(weights);
   const Output which = output_from(output);
@@ -72,14 +79,19 @@ Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const Text& 
   call.implementation = implementation;
   const Tensor result = new_output(which, x, call);
   place_of(call, which) = view_of("result", result);
+  std::vector<std::int64_t> kept{0};
+  if (save) kept = {x.dim() > 0 ? x.size(0) : 0, latent_of(call.weights)};
+  const Tensor projection = new_dense(x, score_dtype(call.x.dtype), kept);
+  if (save) call.projection = view_of("projection", projection);
   autoencoder(context.get(), call);
-  return result;
+  return {result, projection};
 }
 
 /// `needed`: bit 0 stands for x, bit 1 + i for weight i. What is not wanted comes back empty.
 std::vector<Tensor> backward(const Tensor& gradient, const Tensor& x,
-                             const std::vector<Tensor>& weights, const Text& output, bool tf32,
-                             std::int64_t needed, const Text& implementation) {
+                             const std::vector<Tensor>& weights, const Tensor& projection,
+                             const Text& output, bool tf32, std::int64_t needed,
+                             const Text& implementation) {
   const CallContext context(x);
   const Weights dense_weights(weights);
   const Output which = output_from(output);
@@ -90,6 +102,8 @@ std::vector<Tensor> backward(const Tensor& gradient, const Tensor& x,
   call.implementation = implementation;
   const char* names[] = {"dy", "dlatent", "dscore"};
   place_of(call, which) = view_of(names[static_cast<int>(which)], gradient);
+  const Tensor projection_dense = dense(projection);  // hooks may bring back any strides
+  call.projection = view_of("projection", projection_dense);
 
   std::vector<Tensor> results;
   results.reserve(1 + kWeights);

@@ -84,6 +84,10 @@ struct AutoencoderForward {
   TensorView latent;  ///< z [N, L]
   TensorView score;   ///< [N]
 
+  /// out, may be absent: B^ c [N, L], float32 (float64 for float64), dense. Backward is faster with
+  /// it.
+  TensorView projection;
+
   /// Forces one implementation by name; empty: the first that takes the call.
   std::string_view implementation = {};
 };
@@ -94,7 +98,7 @@ void autoencoder(const Context& context, const AutoencoderForward& call);
 Candidates explain(const Context& context, const AutoencoderForward& call);
 
 /// The gradients of x and the weights, from that of one output. What lies between x and that output
-/// is computed again from x: forward keeps nothing.
+/// is computed again from x.
 struct AutoencoderBackward {
   /// in, exactly one of the three
   TensorView dy;       ///< x's shape and type
@@ -103,6 +107,7 @@ struct AutoencoderBackward {
 
   TensorView x;                ///< in, as in forward
   AutoencoderWeights weights;  ///< in
+  TensorView projection;       ///< in, from forward; absent: computed again
   bool tf32 = false;
 
   /// out, each may be absent, and what is absent is not computed. Those of weights have the

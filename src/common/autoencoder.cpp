@@ -86,6 +86,16 @@ void check_score(const char* name, const TensorView& t, const TensorView& x, Dev
   check_dtype(name, t, x.dtype == DType::f64 ? DType::f64 : DType::f32, "");
 }
 
+void check_projection(const TensorView& t, const TensorView& x, std::int64_t latent,
+                      Device device) {
+  if (!t.defined()) return;
+  check_present("projection", t, device);
+  check(t.rank == 2 && t.sizes[0] == x.sizes[0] && t.sizes[1] == latent, "projection: expected [",
+        x.sizes[0], ", ", latent, "], got ", t);
+  check_dtype("projection", t, x.dtype == DType::f64 ? DType::f64 : DType::f32, "");
+  check_dense("projection", t);
+}
+
 AutoencoderSizes check_inputs(const TensorView& x, const AutoencoderWeights& weights,
                               Device device) {
   check_present("x", x, device);
@@ -123,6 +133,7 @@ void check_call(const Context& context, const AutoencoderForward& call) {
   if (call.y.defined()) check_rows("y", call.y, call.x, device);
   if (call.latent.defined()) check_latent("latent", call.latent, call.x, size.latent, device);
   if (call.score.defined()) check_score("score", call.score, call.x, device);
+  check_projection(call.projection, call.x, size.latent, device);
 }
 
 void check_call(const Context& context, const AutoencoderBackward& call) {
@@ -132,6 +143,7 @@ void check_call(const Context& context, const AutoencoderBackward& call) {
   if (call.dy.defined()) check_rows("dy", call.dy, call.x, device);
   if (call.dlatent.defined()) check_latent("dlatent", call.dlatent, call.x, size.latent, device);
   if (call.dscore.defined()) check_score("dscore", call.dscore, call.x, device);
+  check_projection(call.projection, call.x, size.latent, device);
   if (call.dx.defined()) check_rows("dx", call.dx, call.x, device);
   for (const auto& [weight, name, state] : kAutoencoderWeights) {
     const TensorView& t = call.gradients.*weight;

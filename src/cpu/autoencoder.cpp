@@ -196,7 +196,8 @@ struct Forward {
       A* memory = scratch.at_least(kernels.scratch(model.sizes, false));
       for (Index worker = begin; worker < end; ++worker) {
         for (Index row; (row = next.fetch_add(step)) < rows;) {
-          kernels.forward(model, x, out, row, std::min(row + step, rows), memory);
+          kernels.forward(model, x, out, static_cast<A*>(call.projection.data), row,
+                          std::min(row + step, rows), memory);
         }
       }
     });
@@ -271,7 +272,8 @@ struct Backward {
         A* own = sums + group * layout.all;
         std::fill_n(own, layout.all, A(0));
         const Index first = group * per_group, last = std::min(first + per_group, rows);
-        kernels.backward(model, x, gradient, dx, layout.at(own), first, last, memory);
+        kernels.backward(model, x, gradient, static_cast<const A*>(call.projection.data), dx,
+                         layout.at(own), first, last, memory);
       }
     });
 

@@ -513,9 +513,10 @@ Passed<A> take_passed(const Sizes& size, bool keep, Taker<A>& take) {
   return p;
 }
 
+/// From x to z. The projection is `known`, or computed and, where there is a place for it, `kept`.
 template <int kVecs, typename T, typename A = AccumulatorOf<T>>
-void encode_block(const Model<A>& model, const Strided<const T>& x, Index row, Index count,
-                  const Passed<A>& p) {
+void encode_block(const Model<A>& model, const Strided<const T>& x, const A* known, A* kept,
+                  Index row, Index count, const Passed<A>& p) {
   constexpr Index kAll = kRows<A, kVecs>;
   const Sizes& size = model.sizes;
   const Tensors<const A*>& w = model.weights;
@@ -532,13 +533,23 @@ void encode_block(const Model<A>& model, const Strided<const T>& x, Index row, I
       const Strided<A> coded{p.coded + f * size.slice * kAll, size.slice, 0, 1};
       store_lanes<kVecs>(p.hidden, size.slice, coded, 0, count, 0);
     }
+    if (known != nullptr) continue;
     const Matrix<A> basis{w.basis + f * size.slice, width, 1};
     if (f == 0)
       multiply<kVecs>(basis, size.latent, size.slice, p.hidden, p.mid_normalised);
     else
       multiply_onto<kVecs>(basis, size.latent, size.slice, p.hidden, p.mid_normalised);
   }
-  scale_features<kVecs>(p.mid_normalised, model.inverse_lengths, size.latent, p.mid_normalised);
+  if (known != nullptr) {
+    const Strided<const A> from{known, size.latent, 0, 1};
+    load_lanes<kVecs>(from, row, count, 0, size.latent, p.mid_normalised);
+  } else {
+    scale_features<kVecs>(p.mid_normalised, model.inverse_lengths, size.latent, p.mid_normalised);
+  }
+  if (kept != nullptr) {
+    const Strided<A> to{kept, size.latent, 0, 1};
+    store_lanes<kVecs>(p.mid_normalised, size.latent, to, row, count, 0);
+  }
   normalise<kVecs>(p.mid_normalised, size.latent, p.mid_scale);
   affine<kVecs>(p.mid_normalised, w.mid_norm_weight, w.mid_norm_bias, size.latent, p.mid_input);
   multiply<kVecs>(Matrix<A>{w.mid_weight, size.latent, 1}, size.latent, size.latent, w.mid_bias,
@@ -562,12 +573,12 @@ void decode_block(const Model<A>& model, Index frame, const A* z,
 
 template <int kVecs, typename T, typename A = AccumulatorOf<T>>
 void forward_block(const Model<A>& model, const Strided<const T>& x, const Outputs<T, A>& out,
-                   Index row, Index count, A* scratch) {
+                   A* projection, Index row, Index count, A* scratch) {
   using M = Memory<A>;
   const Sizes& size = model.sizes;
   Taker<A> take{scratch};
   const Passed<A> p = take_passed<kVecs>(size, false, take);
-  encode_block<kVecs>(model, x, row, count, p);
+  encode_block<kVecs>(model, x, static_cast<const A*>(nullptr), projection, row, count, p);
   if (out.latent.data != nullptr) {
     return store_lanes<kVecs>(p.z, size.latent, out.latent, row, count, 0);
   }
@@ -676,8 +687,8 @@ void decoder_gradient(const Model<A>& model, const Strided<const T>& x,
 
 template <int kVecs, typename T, typename A = AccumulatorOf<T>>
 void backward_block(const Model<A>& model, const Strided<const T>& x,
-                    const Outputs<const T, const A>& gradient, const Strided<T>& dx,
-                    const Sums<A>& sums, Index row, Index count, A* scratch) {
+                    const Outputs<const T, const A>& gradient, const A* projection,
+                    const Strided<T>& dx, const Sums<A>& sums, Index row, Index count, A* scratch) {
   using M = Memory<A>;
   constexpr Index kAll = kRows<A, kVecs>;
   const Sizes& size = model.sizes;
@@ -685,7 +696,7 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
   const Tensors<A*>& into = sums.weights;
   Taker<A> take{scratch};
   const Passed<A> p = take_passed<kVecs>(size, true, take);
-  encode_block<kVecs>(model, x, row, count, p);
+  encode_block<kVecs>(model, x, projection, static_cast<A*>(nullptr), row, count, p);
 
   A* dy = take(size.frames * size.mels * kAll);
   A* dz = take(size.latent * kAll);
@@ -770,18 +781,18 @@ void each_block(Index begin, Index end, const Work& work) {
 
 template <typename T, typename A = AccumulatorOf<T>>
 void forward(const Model<A>& model, const Strided<const T>& x, const Outputs<T, A>& out,
-             Index begin, Index end, A* scratch) {
+             A* projection, Index begin, Index end, A* scratch) {
   each_block<A>(begin, end, [&]<int kVecs>(Index row, Index count) {
-    forward_block<kVecs>(model, x, out, row, count, scratch);
+    forward_block<kVecs>(model, x, out, projection, row, count, scratch);
   });
 }
 
 template <typename T, typename A = AccumulatorOf<T>>
 void backward(const Model<A>& model, const Strided<const T>& x,
-              const Outputs<const T, const A>& gradient, const Strided<T>& dx, const Sums<A>& sums,
-              Index begin, Index end, A* scratch) {
+              const Outputs<const T, const A>& gradient, const A* projection, const Strided<T>& dx,
+              const Sums<A>& sums, Index begin, Index end, A* scratch) {
   each_block<A>(begin, end, [&]<int kVecs>(Index row, Index count) {
-    backward_block<kVecs>(model, x, gradient, dx, sums, row, count, scratch);
+    backward_block<kVecs>(model, x, gradient, projection, dx, sums, row, count, scratch);
   });
 }
 

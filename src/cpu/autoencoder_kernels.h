@@ -76,12 +76,13 @@ struct Kernels {
   /// Makes inverse_lengths and folded_decoder; returns `foldable`. Scratch: S * M.
   bool (*fold)(const Sizes& sizes, const Tensors<const A*>& weights, A* inverse_lengths,
                A* folded_decoder, A* scratch);
+  /// `projection` [N, L] is kept for backward, unless null.
   void (*forward)(const Model<A>& model, const Strided<const T>& x, const Outputs<T, A>& out,
-                  Index begin, Index end, A* scratch);
-  /// Adds to `sums`, and writes dx unless its data is null.
+                  A* projection, Index begin, Index end, A* scratch);
+  /// Adds to `sums`, and writes dx unless its data is null. `projection` may be null, too.
   void (*backward)(const Model<A>& model, const Strided<const T>& x,
-                   const Outputs<const T, const A>& gradient, const Strided<T>& dx,
-                   const Sums<A>& sums, Index begin, Index end, A* scratch);
+                   const Outputs<const T, const A>& gradient, const A* projection,
+                   const Strided<T>& dx, const Sums<A>& sums, Index begin, Index end, A* scratch);
   /// From sums to gradients of the weights, in place. Scratch: F * M * L.
   void (*finish)(const Model<A>& model, const Sums<A>& sums, A* scratch);
 };

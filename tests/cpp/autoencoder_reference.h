@@ -12,7 +12,7 @@ namespace fusewise::testing {
 struct AutoencoderCase {
   AutoencoderSizes size;
   Index rows = 0;
-  Tensor x, y, latent, score, dy, dlatent, dscore, dx;
+  Tensor x, y, latent, score, projection, dy, dlatent, dscore, dx;
   std::array<Tensor, std::size(kAutoencoderWeights)> weights, gradients;
 
   static AutoencoderWeights views(const std::array<Tensor, std::size(kAutoencoderWeights)>& from) {
@@ -30,6 +30,7 @@ struct AutoencoderCase {
     if (output == 0) call.y = y.view();
     if (output == 1) call.latent = latent.view();
     if (output == 2) call.score = score.view();
+    call.projection = projection.view();
     return call;
   }
   AutoencoderBackward backward(int output) const {
@@ -39,6 +40,7 @@ struct AutoencoderCase {
     if (output == 2) call.dscore = dscore.view();
     call.x = x.view();
     call.weights = views(weights);
+    call.projection = projection.view();
     call.dx = dx.view();
     call.gradients = views(gradients);
     return call;
@@ -88,6 +90,7 @@ inline AutoencoderCase make_autoencoder(Index rows, AutoencoderSizes size, DType
   call.dx = rows_of(dtype, layout, rows, f, m);
   call.latent = Tensor(dtype, {rows, l}, {l + 2, 1});
   call.dlatent = Tensor(dtype, {rows, l}, {1, rows + 1}).fill(3);
+  call.projection = Tensor(sum_type(dtype), {rows, l});
   call.score = Tensor(sum_type(dtype), {rows}, {3});
   call.dscore = Tensor(sum_type(dtype), {rows}, {2}).fill(4);
   return call;

@@ -48,6 +48,8 @@ TEST(AutoencoderErrors, EachArgument) {
     check(forward, forward.x, "x");
     check(backward, backward.x, "x");
     check(backward, backward.dx, "dx");
+    check(forward, forward.projection, "projection");
+    check(backward, backward.projection, "projection");
     const char* outputs[] = {"y", "latent", "score"};
     TensorView* forward_outputs[] = {&forward.y, &forward.latent, &forward.score};
     TensorView* gradients[] = {&backward.dy, &backward.dlatent, &backward.dscore};

@@ -154,23 +154,26 @@ def test_another_process_gets_the_same_bits(device, run_python):
 def test_strides_of_results_are_those_of_empty_like(device, layout):
     case = make_case(4, SMALL, device, layout=layout)
     like = torch.empty_like(case.x).stride()
-    y = forward_op(case.x, case.weights, "reconstruction", False, "")
-    arguments = (case.gradient, case.x, case.weights, "reconstruction", False, EVERYTHING, "")
+    y, kept = forward_op(case.x, case.weights, "reconstruction", False, True, "")
+    arguments = (case.gradient, case.x, case.weights, kept, "reconstruction", False, EVERYTHING, "")
     dx = backward_op(*arguments)[0]
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        fake_y = forward_op(case.x, case.weights, "reconstruction", False, "")
+        fake_y, fake_kept = forward_op(case.x, case.weights, "reconstruction", False, True, "")
         fake_dx = backward_op(*arguments)[0]
     assert y.stride() == dx.stride() == fake_y.stride() == fake_dx.stride() == like
     assert y.shape == dx.shape == case.x.shape
+    assert kept.shape == fake_kept.shape == (4, 4) and kept.dtype == fake_kept.dtype
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("dtypes", ["fp32", "fp64", "bf16-fp32"])
 def test_opcheck(device, output, dtypes):
     case = make_case(4, SMALL, device, DTYPES[dtypes], output=output)
-    torch.library.opcheck(forward_op, (case.x, case.weights, output, False, ""))
+    for save in (True, False):
+        torch.library.opcheck(forward_op, (case.x, case.weights, output, False, save, ""))
+    kept = forward_op(case.x, case.weights, output, False, True, "")[1]
     for needed in (EVERYTHING, 1, 1 << 5, 0):
-        arguments = (case.gradient, case.x, case.weights, output, False, needed, "")
+        arguments = (case.gradient, case.x, case.weights, kept, output, False, needed, "")
         torch.library.opcheck(backward_op, arguments)
     explain = torch.ops.fusewise._autoencoder_explain.default
     arguments = (case.x, case.weights, output, False, False, "")
@@ -220,13 +223,15 @@ def test_only_the_wanted_gradients_are_computed(device, output):
 
 
 def test_what_is_kept_for_backward(device):
-    """x and the weights themselves, and no other memory."""
+    """x and the weights themselves, the projection, and no other memory."""
     case = make_case(20, SMALL, device)
     inputs = [t.detach().requires_grad_() for t in case.inputs]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = autoencoder(*inputs)
-    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in inputs}
+    known = {t.data_ptr() for t in inputs}
+    (projection,) = (t for t in kept if t.data_ptr() not in known)
+    assert projection.shape == (20, 4) and projection.dtype == torch.float32
     y.backward(case.gradient)
     with torch.autograd.graph.save_on_cpu():
         again = gradients(autoencoder, case)
@@ -536,13 +541,16 @@ def test_an_unknown_output(case):
 
 
 def test_gradient_of_the_wrong_size(case):
-    rest = (case.x, case.weights, "reconstruction", False, EVERYTHING, "")
+    kept = forward_op(case.x, case.weights, "reconstruction", False, True, "")[1]
+    rest = (case.x, case.weights, kept, "reconstruction", False, EVERYTHING, "")
     with pytest.raises(RuntimeError, match="^dy: expected"):
         backward_op(case.gradient[:, 1:], *rest)
     with pytest.raises(RuntimeError, match="^dy: expected"):
         backward_op(case.gradient.double(), *rest)
     with pytest.raises(RuntimeError, match="^weights: expected 11, got 10"):
         backward_op(case.gradient, case.x, case.weights[:10], *rest[2:])
+    with pytest.raises(RuntimeError, match=r"^projection: expected \[5, 4\], got \[4, 4\]"):
+        backward_op(case.gradient, case.x, case.weights, kept[1:], *rest[3:])
 
 
 @pytest.mark.parametrize("output", OUTPUTS)

@@ -33,7 +33,10 @@ def fails(capsys, tmp_path, monkeypatch):
         (["bench", "--baseline", "nonsense"], "there are: eager, compile, naive"),
         (["bench", "--dtype", "int8"], "there are: float32, float16, bfloat16, float64"),
         (["bench", "--layout", "nhwc"], "there are: contiguous, channels_last"),
-        (["bench", "--filter", "nonsense"], "no case of squeeze_excite, linear_act, mlp that matches --filter"),
+        (
+            ["bench", "--filter", "nonsense"],
+            "no case of squeeze_excite, linear_act, mlp that matches --filter",
+        ),
         (["bench", "--out", "/proc/nowhere"], "name another folder"),
         (["bench", "--device", "tpu"], "invalid choice: 'tpu'"),
         (["bench", "--cases", "missing.json"], "missing.json: cannot be read: No such file"),

@@ -94,17 +94,19 @@ def autoencoder_score_dtype(x):
 
 
 @torch.library.register_fake("fusewise::_autoencoder")
-def _(x, weights, output, tf32, implementation):
+def _(x, weights, output, tf32, save, implementation):
     check_autoencoder(x, weights, output)
-    if output == "reconstruction":
-        return torch.empty_like(x)
-    if output == "latent":
-        return x.new_empty(x.shape[0], weights[4].shape[0])
-    return x.new_empty(x.shape[0], dtype=autoencoder_score_dtype(x))
+    rows, latent, wide = x.shape[0], weights[4].shape[0], autoencoder_score_dtype(x)
+    result = {
+        "reconstruction": lambda: torch.empty_like(x),
+        "latent": lambda: x.new_empty(rows, latent),
+        "score": lambda: x.new_empty(rows, dtype=wide),
+    }[output]()
+    return result, x.new_empty((rows, latent) if save else 0, dtype=wide)
 
 
 @torch.library.register_fake("fusewise::_autoencoder_backward")
-def _(gradient, x, weights, output, tf32, needed, implementation):
+def _(gradient, x, weights, projection, output, tf32, needed, implementation):
     check_autoencoder(x, weights, output)
     return [
         torch.empty_like(x) if needed & 1 else x.new_empty(0),

@@ -38,7 +38,7 @@ def autoencoder(x, *weights, output="reconstruction"):
     if wants_gradient:
         result = _Autoencoder.apply(output, tf32, forced, forced_backward, x, *weights)
     else:
-        result = _forward(x, weights, output, tf32, forced)
+        result, _ = _forward(x, weights, output, tf32, False, forced)
     if settings.records is not None:
         _record(x, weights, output, tf32, wants_gradient)
     return result
@@ -57,13 +57,14 @@ def _autocast(x, weights):
 class _Autoencoder(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output, tf32, forced, forced_backward, x, *weights):
-        ctx.save_for_backward(x, *weights)
+        result, projection = _forward(x, weights, output, tf32, True, forced)
+        ctx.save_for_backward(x, projection, *weights)
         ctx.settings = output, tf32, forced_backward
-        return _forward(x, weights, output, tf32, forced)
+        return result
 
     @staticmethod
     def backward(ctx, gradient):
-        x, *weights = ctx.saved_tensors
+        x, projection, *weights = ctx.saved_tensors
         output, tf32, forced = ctx.settings
         needed = ctx.needs_input_grad[4:]
         if needs_graph() or (not torch.compiler.is_compiling() and _is_batched(gradient)):
@@ -73,16 +74,18 @@ class _Autoencoder(torch.autograd.Function):
             return None, None, None, None, *found
         mask = sum(need << i for i, need in enumerate(needed))
         try:
-            found = _ops.autoencoder_backward(gradient, x, weights, output, tf32, mask, forced)
+            found = _ops.autoencoder_backward(
+                gradient, x, weights, projection, output, tf32, mask, forced
+            )
         except RuntimeError as error:
             raise _ops.rephrased(error, gradient=gradient) from None
         wanted = (value if need else None for value, need in zip(found, needed, strict=True))
         return None, None, None, None, *wanted
 
 
-def _forward(x, weights, output, tf32, forced):
+def _forward(x, weights, output, tf32, save, forced):
     try:
-        return _ops.autoencoder(x, weights, output, tf32, forced)
+        return _ops.autoencoder(x, weights, output, tf32, save, forced)
     except RuntimeError as error:
         if wrong := _ops.autoencoder_wrong_type(x, weights):
             raise wrong from None

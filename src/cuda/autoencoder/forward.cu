@@ -104,20 +104,36 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
   using Group = typename Weights<P, kStaged>::Group;
   float4* exchange = reinterpret_cast<float4*>(shared);
   if constexpr (kStaged) {
-    // The packed size is a multiple of 16 bytes.
-    const int vectors = (y.groups * static_cast<int>(sizeof(Group)) + 4 * y.floats) / 16;
-    for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
-      copy_vector(shared + 16 * i, static_cast<const unsigned char*>(a.packed) + 16 * i);
-    }
-    wait_for_copies();
+    // What all frames share comes first, and is used while the rest is on its way. All parts are
+    // multiples of 16 bytes.
+    const auto copy = [&](int begin, int end) {
+      for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
+        copy_vector(shared + 16 * i, static_cast<const unsigned char*>(a.packed) + 16 * i);
+      }
+    };
+    const int resident = y.resident * static_cast<int>(sizeof(Group)) / 16;
+    const int groups = y.groups * static_cast<int>(sizeof(Group)) / 16;
+    copy(0, resident);
+    copy(groups, groups + y.floats / 4);
+    commit_copies();
+    copy(resident, groups);
+    commit_copies();
+    wait_for_older_copies<1>();
     __syncthreads();
     weights.groups = reinterpret_cast<const Group*>(shared);
-    exchange += vectors;
+    exchange += groups + y.floats / 4;
   } else {
     weights.groups = static_cast<const Group*>(a.packed);
   }
   weights.floats = reinterpret_cast<const float*>(weights.groups + y.groups);
 
+  bool complete = !kStaged;  // the weights, for this warp
+  // Alone, warps must not wait for each other later on.
+  if (kStaged && !kTogether) {
+    wait_for_copies();
+    __syncthreads();
+    complete = true;
+  }
   for (; tile < tiles; tile += step) {
     const RowPair<const T> x(x_base, 16 * tile, a.rows, a.x_stride);
     Block projection[Shape::kLatents];
@@ -168,6 +184,12 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
         if (!mine) continue;
 #pragma unroll
         for (int j = 0; j < Shape::kChunk; ++j) gelu<P::kGeluTerms>(slice[j]);
+        if (kTogether && !complete) {
+          // Once by every warp: the launcher gives each of them a chunk.
+          wait_for_copies();
+          __syncthreads();
+          complete = true;
+        }
         // A sum of its own, added with rounding: the tensor cores drop what does not fit.
         Block part[Shape::kLatents];
 #pragma unroll
@@ -276,6 +298,12 @@ bool is_default(const Context& context, const AutoencoderForwardArguments& call,
          packed + exchange <= limits_of(context.device).block_shared_memory;
 }
 
+/// Pieces of work that the warps of a block can share.
+template <typename Shape>
+int units_of(const PackedLayout& layout) {
+  return layout.frames * layout.slices / Shape::kChunk;
+}
+
 template <typename P, typename Shape>
 AutoencoderForwardPlan plan_for(const Context& context, std::int64_t rows,
                                 const PackedLayout& layout) {
@@ -283,19 +311,25 @@ AutoencoderForwardPlan plan_for(const Context& context, std::int64_t rows,
   // While there are multiprocessors to spare, the warps of a block share 16 rows; two such blocks
   // have room on one of them.
   if (tiles <= 2 * all) {
-    const int units = layout.frames * layout.slices / Shape::kChunk;
+    const int units = units_of<Shape>(layout);
     return {std::clamp(tiles <= all ? units : (units + 1) / 2, 1, most_warps<P, Shape, true>()),
             true};
   }
-  // Else all warps have the same number of rows.
+  // Else all warps have the same number of rows. Not fewer than twelve: blocks of which two fit on
+  // a multiprocessor come to lie on the same one while the packing kernel's still hold others
+  // (16384 rows: 72 us with eight, 52 with twelve).
   const std::int64_t most = all * most_warps<P, Shape, false>();
   const std::int64_t rounds = (tiles + most - 1) / most;
-  return {static_cast<int>((tiles + all * rounds - 1) / (all * rounds)), false};
+  const std::int64_t even = (tiles + all * rounds - 1) / (all * rounds);
+  return {static_cast<int>(std::clamp<std::int64_t>(
+              even, std::min(12, most_warps<P, Shape, false>()), most_warps<P, Shape, false>())),
+          false};
 }
 
 template <typename P, typename Shape, bool kTogether>
 void launch(const Context& context, const Arguments& a, AutoencoderForwardPlan plan,
             std::int64_t packed) {
+  if (kTogether) plan.warps = std::min(plan.warps, units_of<Shape>(a.layout));
   const std::int64_t tiles = (a.rows + 15) / 16;
   const std::int64_t wanted = kTogether ? tiles : (tiles + plan.warps - 1) / plan.warps;
   const DeviceLimits& limits = limits_of(context.device);

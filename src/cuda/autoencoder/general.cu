@@ -416,6 +416,10 @@ class Walk {
   void write_z(T* z, std::int64_t rows) {
     each(context_, "writing z", rows * s_.latent, Convert<A, T>{z_, z});
   }
+  void write_projection(A* projection, std::int64_t rows) {
+    each(context_, "writing the projection", rows * s_.latent,
+         Convert<A, A>{projection_, projection});
+  }
   void write_score(const T* x, std::int64_t x_stride, A* score, std::int64_t rows) {
     launch_kernel({context_, divide_up(32 * rows, kThreads), kThreads}, "scoring",
                   score_kernel<T, A>, y_, x, x_stride, rows, width_, score);
@@ -554,6 +558,9 @@ void run(const Context& context, const AutoencoderForwardArguments& call) {
     const std::int64_t rows = std::min(walk.rows_at_once(), call.sizes.rows - row);
     const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
     walk.encode(x, call.x_stride, rows);
+    if (call.projection != nullptr) {
+      walk.write_projection(static_cast<A*>(call.projection) + row * call.sizes.latent, rows);
+    }
     if (call.z != nullptr) walk.write_z(static_cast<T*>(call.z) + row * call.sizes.latent, rows);
     if (call.out == nullptr && call.score == nullptr) continue;
     walk.decode(rows);

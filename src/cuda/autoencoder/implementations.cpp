@@ -103,6 +103,7 @@ AutoencoderForwardArguments arguments(const AutoencoderForward& call) {
   a.out = call.y.data;
   a.z = call.latent.data;
   a.score = call.score.data;
+  a.projection = call.projection.data;
   return a;
 }
 
@@ -112,6 +113,7 @@ AutoencoderBackwardArguments arguments(const AutoencoderBackward& call) {
   a.d_out = call.dy.data;
   a.d_z = call.dlatent.data;
   a.d_score = call.dscore.data;
+  a.projection = call.projection.data;
   a.dx = call.dx.data;
   return a;
 }

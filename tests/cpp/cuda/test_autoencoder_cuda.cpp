@@ -72,12 +72,14 @@ void run(AutoencoderCase& call, int output, std::string_view implementation, boo
   move(call.y, forward.y);
   move(call.latent, forward.latent);
   move(call.score, forward.score);
+  move(call.projection, forward.projection);
   for (std::size_t i = 0; i < call.weights.size(); ++i) {
     move(call.weights[i], forward.weights.*kAutoencoderWeights[i].weight);
     move(call.gradients[i], backward.gradients.*kAutoencoderWeights[i].weight);
   }
   backward.x = forward.x;
   backward.weights = forward.weights;
+  backward.projection = forward.projection;
   move(call.dy, backward.dy);
   move(call.dlatent, backward.dlatent);
   move(call.dscore, backward.dscore);
