@@ -1,6 +1,6 @@
-// For the benchmark and the lesson `naive-gemm`: y = relu(x W^T + b) as a common first attempt has it, one thread for each
-// output with a loop of its own. Every element of x and W is read again for each output that it
-// enters, W by neighbouring threads a row apart; these loads bound it.
+// For the benchmark and the lesson `naive-gemm`: y = relu(x W^T + b) as a common first attempt has
+// it, one thread for each output with a loop of its own. Every element of x and W is read again for
+// each output that it enters, W by neighbouring threads a row apart; these loads bound it.
 
 #include <cuda_runtime.h>
 

@@ -296,7 +296,7 @@ struct Stack {
   bool needs_bits(std::size_t layer, const Tensor& y) const {
     constexpr std::int64_t kCacheBytes = 32 << 20;
     if (settings(layer).activation != Activation::relu || layer + 1 == size()) return true;
-    return y.is_cuda() && y.numel() * size_of(kind_of("y", y).dtype) > kCacheBytes;
+    return y.is_cpu() || y.numel() * size_of(kind_of("y", y).dtype) > kCacheBytes;
   }
 };
 

@@ -19,11 +19,11 @@ using torch::stable::detail::to;
 // own linear takes there, by 7 % at 1024 x 784 x 2048; below it is slower.
 constexpr std::int64_t kRowsForOneDnn = 64;
 
-/// oneDNN's product, through the operator that torch's compiler uses for it. Nothing where this
-/// torch has it not.
+std::atomic<bool> one_dnn_missing = false;
+
+/// oneDNN's product, through the operator that torch's compiler uses for it; nothing where it
+/// fails.
 std::optional<Tensor> one_dnn(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  static std::atomic<bool> missing = false;
-  if (missing) return std::nullopt;
   std::array<StableIValue, 6> stack{from(x),
                                     from(w),
                                     from(b),
@@ -32,7 +32,6 @@ std::optional<Tensor> one_dnn(const Tensor& x, const Tensor& w, const std::optio
                                     from(std::optional<std::string>("none"))};
   if (torch_call_dispatcher("mkldnn::_linear_pointwise", "", stack.data(), TORCH_ABI_VERSION) !=
       AOTI_TORCH_SUCCESS) {
-    missing = true;
     return std::nullopt;
   }
   return to<Tensor>(stack[0]);
@@ -46,12 +45,14 @@ void check_product(AOTITorchError status) {
 }  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  if (x.scalar_type() == ScalarType::Float && x.numel() >= kRowsForOneDnn * x.size(-1) &&
-      x.numel() > 0 && w.numel() > 0) {
+  const bool large = x.numel() >= kRowsForOneDnn * x.size(-1) && x.numel() > 0 && w.numel() > 0;
+  const bool tries = large && x.scalar_type() == ScalarType::Float && !one_dnn_missing;
+  if (tries) {
     if (auto result = one_dnn(x, w, b)) return *result;
   }
   std::array<StableIValue, 3> stack{from(x), from(w), from(b)};
   check_product(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  if (tries) one_dnn_missing = true;  // where memory was missing, it would have been here, too
   return to<Tensor>(stack[0]);
 }
 

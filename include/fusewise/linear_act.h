@@ -56,6 +56,8 @@ struct LinearActForward {
 constexpr std::int64_t bit_bytes(std::int64_t columns) { return (columns + 7) / 8; }
 
 void linear_act(const Context& context, const LinearActForward& call);
+/// On CUDA the answer may have to be tried out or measured, on the call's own tensors: y and kept
+/// may be overwritten.
 Candidates explain(const Context& context, const LinearActForward& call);
 
 /// The gradients, with dz = dy * act':

@@ -106,8 +106,8 @@ def check_in_pieces(found, x, w, b, dy, activation, rows=1 << 16):
         cut = slice(start, start + rows)
         right = Case(x[cut], w, b, dy[cut], activation).reference()
         if activation == "relu":
-            # Of so many elements some are so near to 0 that rounding decides on which side; y, which
-            # is compared too, tells on which they came out.
+            # Of so many elements some are so near to 0 that rounding decides on which side; y,
+            # which is compared too, tells on which they came out.
             open_dy = dy[cut] * (found["y"][cut] > 0)
             masked = Case(x[cut], w, b, open_dy, "identity").reference()
             right |= {name: masked[name] for name in ("dx", "dw", "db")}

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -282,7 +283,7 @@ Algorithm measured(const Context& context, const Product& p, Description& descri
     ways.push_back(
         [&](const Context& where) { run(where, p, description, each, workspace.data()); });
   }
-  return algorithms[fastest(context, ways, true)];
+  return algorithms[fastest(context, ways)];
 }
 
 /// The algorithms that this process has settled on, for one GPU.
@@ -340,37 +341,6 @@ class Settled {
   std::unordered_map<ProductKey, Algorithm, ProductKeyHash> known_;
 };
 
-/// body(the product as the vendor takes it): no sum is empty, the bias is aligned, d not
-/// transposed.
-template <typename Body>
-auto prepare(const Context& context, Product p, const Body& body) {
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  const std::int64_t size = size_of(p.dtype);
-  // Nothing to sum up: as a product of zeros.
-  const Scratch<char> zeros(context, p.inner == 0 ? std::max(p.rows, p.columns) * size : 0);
-  if (p.inner == 0) {
-    check_cuda(cudaMemsetAsync(zeros.data(), 0, std::max(p.rows, p.columns) * size, stream),
-               "clearing zeros");
-    p.inner = 1;
-    p.a = {zeros.data(), 1, false};
-    p.b = {zeros.data(), 1, true};
-  }
-  const bool copies = reinterpret_cast<std::uintptr_t>(p.bias) % kBiasAlignment != 0;
-  const Scratch<char> bias(context, copies ? p.columns * size : 0);
-  if (copies) {
-    check_cuda(
-        cudaMemcpyAsync(bias.data(), p.bias, p.columns * size, cudaMemcpyDeviceToDevice, stream),
-        "copying a bias");
-    p.bias = bias.data();
-  }
-  if (p.d.transposed) {  // d^T = b^T a^T
-    std::swap(p.rows, p.columns);
-    std::swap(p.a, p.b);
-    for (Matrix* matrix : {&p.a, &p.b, &p.d}) matrix->transposed = !matrix->transposed;
-  }
-  return body(p);
-}
-
 Settled& settled_for(Device device) {
   static std::array<Settled, kMaxDevices> all;
   return all[device.index];
@@ -397,22 +367,59 @@ std::string text_of(const ProductKey& key) {
   return text;
 }
 
-bool lets_nan_through(const Context& context, const Product& p) {
-  if (p.epilogue == Epilogue::none || p.rows == 0 || p.columns == 0) return true;
-  return prepare(context, p, [&](const Product& ready) {
-    Description description(ready);
-    return settled_for(context.device).of(context, ready, description).nan;
-  });
+struct PreparedProduct::State {
+  /// As the vendor takes it: no sum is empty, the bias is aligned, d is not transposed.
+  Product p;
+  std::optional<Scratch<char>> zeros, bias, workspace;
+  std::optional<Description> description;
+  Algorithm algorithm{};
+
+  State(const Context& context, const Product& product) : p(product) {
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    const std::int64_t size = size_of(p.dtype);
+    if (p.inner == 0) {  // nothing to sum up: as a product of zeros
+      const std::int64_t bytes = std::max(p.rows, p.columns) * size;
+      zeros.emplace(context, bytes);
+      check_cuda(cudaMemsetAsync(zeros->data(), 0, bytes, stream), "clearing zeros");
+      p.inner = 1;
+      p.a = {zeros->data(), 1, false};
+      p.b = {zeros->data(), 1, true};
+    }
+    if (reinterpret_cast<std::uintptr_t>(p.bias) % kBiasAlignment != 0) {
+      bias.emplace(context, p.columns * size);
+      check_cuda(
+          cudaMemcpyAsync(bias->data(), p.bias, p.columns * size, cudaMemcpyDeviceToDevice, stream),
+          "copying a bias");
+      p.bias = bias->data();
+    }
+    if (p.d.transposed) {  // d^T = b^T a^T
+      std::swap(p.rows, p.columns);
+      std::swap(p.a, p.b);
+      for (Matrix* matrix : {&p.a, &p.b, &p.d}) matrix->transposed = !matrix->transposed;
+    }
+    description.emplace(p);
+    algorithm = settled_for(context.device).of(context, p, *description);
+    workspace.emplace(context, static_cast<std::int64_t>(algorithm.workspace));
+  }
+};
+
+PreparedProduct::PreparedProduct(const Context& context, const Product& product) {
+  if (product.rows > 0 && product.columns > 0) state_ = std::make_unique<State>(context, product);
 }
 
-void multiply(const Context& context, const Product& p) {
-  if (p.rows == 0 || p.columns == 0) return;
-  prepare(context, p, [&](const Product& ready) {
-    Description description(ready);
-    const Algorithm algorithm = settled_for(context.device).of(context, ready, description);
-    const Scratch<char> workspace(context, static_cast<std::int64_t>(algorithm.workspace));
-    run(context, ready, description, algorithm, workspace.data());
-  });
+PreparedProduct::~PreparedProduct() = default;
+
+void PreparedProduct::run(const Context& context) const {
+  if (state_ == nullptr) return;
+  cuda::run(context, state_->p, *state_->description, state_->algorithm, state_->workspace->data());
+}
+
+bool PreparedProduct::lets_nan_through() const {
+  return state_ == nullptr || state_->algorithm.nan;
+}
+
+void multiply(const Context& context, const Product& product) {
+  PreparedProduct(context, product).run(context);
 }
 
 }  // namespace fusewise::cuda

@@ -3,6 +3,7 @@
 // Matrix products by cuBLASLt, bias and activation in its epilogue.
 
 #include <array>
+#include <memory>
 #include <string>
 
 #include "common/matrix.h"
@@ -27,10 +28,25 @@ struct Product {
 
 void multiply(const Context& context, const Product& product);
 
-/// Whether the product's epilogue gives NaN for NaN, as its activation does: of some of the
-/// vendor's algorithms relu makes 0 of it. Tried out at the first call of a kind, on d, which is
-/// overwritten; false where that cannot be, as a graph is captured.
-bool lets_nan_through(const Context& context, const Product& product);
+/// The same in two steps, the second of which only launches.
+class PreparedProduct {
+ public:
+  PreparedProduct(const Context& context, const Product& product);
+  ~PreparedProduct();
+  PreparedProduct(const PreparedProduct&) = delete;
+  PreparedProduct& operator=(const PreparedProduct&) = delete;
+
+  void run(const Context& context) const;
+
+  /// Whether the epilogue gives NaN for NaN, as its activation does: of some of the vendor's
+  /// algorithms relu makes 0 of it. Tried out at the first call of a kind, on d, which is
+  /// overwritten; false where that cannot be, as a graph is captured.
+  bool lets_nan_through() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;  // none where there is nothing to do
+};
 
 /// Everything that the best algorithm for a product may depend on, apart from GPU and library.
 using ProductKey = std::array<std::int64_t, 8>;

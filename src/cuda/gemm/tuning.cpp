@@ -16,10 +16,11 @@
 namespace fusewise::cuda {
 namespace {
 
-constexpr int kRounds = 5;
+constexpr int kRounds = 5, kFinalRounds = 10;
+constexpr std::size_t kFinalists = 3;
 constexpr int kMostCalls = 10;   // in one sample
 constexpr float kSampleMs = 2;   // a sample is about so long, or one call
-constexpr float kNoise = 0.99f;  // so much of the first's best sample another must reach
+constexpr float kNoise = 0.99f;  // another than the first must be faster by more than that
 constexpr float kHopeless = 3;   // so much slower than the best, a way is not timed again
 
 /// Choices of this process and, behind them, the file of the user's cache folder.
@@ -163,7 +164,7 @@ std::unique_lock<std::recursive_mutex> measuring() {
 }
 
 std::size_t fastest(const Context& context,
-                    std::span<const std::function<void(const Context&)>> ways, bool captured) {
+                    std::span<const std::function<void(const Context&)>> ways) {
   const RelaxedCapture relaxed;
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const Event begin, end;
@@ -186,26 +187,30 @@ std::size_t fastest(const Context& context,
   const int calls = std::clamp(static_cast<int>(kSampleMs / std::max(best, 1e-3f)), 1, kMostCalls);
   std::vector<std::optional<Graph>> graphs(ways.size());
   std::vector<std::vector<float>> samples(ways.size());
+  const auto sample = [&](std::size_t i) {
+    if (!graphs[i]) graphs[i].emplace(context, ways[i], calls);
+    samples[i].push_back(time([&] { graphs[i]->launch(context); }));
+  };
+  // In turns, so that a change of clocks meets all. First those with hope, then the best of them.
+  std::vector<std::size_t> left;
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    if (i == 0 || once[i] < kHopeless * best) left.push_back(i);
+  }
   for (int round = 0; round < kRounds; ++round) {
-    for (std::size_t i = 0; i < ways.size(); ++i) {
-      if (i != 0 && once[i] > kHopeless * best) continue;
-      if (captured && !graphs[i]) graphs[i].emplace(context, ways[i], calls);
-      samples[i].push_back(time([&] {
-        if (captured) return graphs[i]->launch(context);
-        for (int call = 0; call < calls; ++call) ways[i](context);
-      }));
-    }
+    for (const std::size_t i : left) sample(i);
+  }
+  std::sort(left.begin(), left.end(),
+            [&](std::size_t i, std::size_t j) { return median(samples[i]) < median(samples[j]); });
+  left.resize(std::min(left.size(), kFinalists));
+  if (std::find(left.begin(), left.end(), 0) == left.end()) left.push_back(0);
+  for (int round = 0; round < kFinalRounds && left.size() > 1; ++round) {
+    for (const std::size_t i : left) sample(i);
   }
   std::size_t winner = 0;
-  float lowest = *std::min_element(samples[0].begin(), samples[0].end()) * kNoise;
-  for (std::size_t i = 1; i < ways.size(); ++i) {
-    if (samples[i].empty()) continue;
-    if (const float middle = median(samples[i]); middle < lowest) {
-      lowest = middle;
-      winner = i;
-    }
+  for (const std::size_t i : left) {
+    if (median(samples[i]) < median(samples[winner])) winner = i;
   }
-  return winner;
+  return median(samples[winner]) < kNoise * median(samples[0]) ? winner : 0;
 }
 
 }  // namespace fusewise::cuda

@@ -43,10 +43,10 @@ void keep_choice(const Context& context, const std::string& key, const std::stri
 /// measure in turn.
 std::unique_lock<std::recursive_mutex> measuring();
 
-/// The fastest, by GPU time, of ways that each enqueue the same work. The first stays unless
-/// another is faster by more than the noise. `captured`: each way is a few launches without
-/// allocations, and is timed as a graph, so that the host's time does not count.
+/// The fastest, by GPU time, of ways that each enqueue the same work, by a few launches and without
+/// allocations: they are timed as graphs, so that the host's time does not count. The first stays
+/// unless another is faster by more than the noise.
 std::size_t fastest(const Context& context,
-                    std::span<const std::function<void(const Context&)>> ways, bool captured);
+                    std::span<const std::function<void(const Context&)>> ways);
 
 }  // namespace fusewise::cuda

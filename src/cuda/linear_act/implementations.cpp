@@ -41,25 +41,7 @@ Product epilogue_product(const LinearActForward& call) {
   return p;
 }
 
-// Forward, the activation in the epilogue. -------------------------------------------------------
-
-std::string epilogue_declines(const Context& context, const LinearActForward& call) {
-  if (call.z.defined()) return "the product is there already";
-  if (call.activation == Activation::identity) return "";
-  if (epilogue_of(call.activation) == Epilogue::none) {
-    return "cuBLASLt has no epilogue for this activation";
-  }
-  if (call.activation == Activation::gelu_tanh) {
-    if (call.kept.defined()) return "z is to be kept, and the epilogue writes y alone";
-    // In float32 it is off by some 20 ulp: fine for halves alone.
-    if (call.y.dtype == DType::f32 || call.y.dtype == DType::f64) {
-      return "cuBLASLt's gelu is not exact enough for this dtype";
-    }
-  }
-  return lets_nan_through(context, epilogue_product(call))
-             ? ""
-             : "cuBLASLt's epilogue here is not known to keep NaN";
-}
+// Forward, the two ways. --------------------------------------------------------------------------
 
 /// relu's bits are ours: those of the vendor's epilogue are set where z is 0 and not where it is
 /// NaN, unlike torch's gradient.
@@ -67,8 +49,6 @@ void epilogue_run(const Context& context, const LinearActForward& call) {
   multiply(context, epilogue_product(call));
   if (call.kept.defined()) activate(context, {call.y, {}, call.kept, call.activation});
 }
-
-// Forward, the activation in a pass. -------------------------------------------------------------
 
 std::string pass_declines(const Context&, const LinearActForward&) { return ""; }
 
@@ -87,31 +67,72 @@ void pass_run(const Context& context, const LinearActForward& call) {
 
 // Which of the two. ------------------------------------------------------------------------------
 
+enum class Verdict { fine, loses_nan, slower };
+
 /// Where the vendor runs an epilogue as a second kernel, quietly, a pass of ours may be faster: the
 /// first call of a kind measures both.
-std::string epilogue_yields(const Context& context, const LinearActForward& call) {
-  constexpr char kSlower[] = "measured: a product and a pass behind it are faster";
-  if (call.activation == Activation::identity || call.y.numel() == 0 || !call.math.tune) return "";
-  const ProductKey key = key_of(epilogue_product(call));
-
-  // Every call asks; after the first one this must cost next to nothing.
-  thread_local std::map<std::pair<int, bool>, std::unordered_map<ProductKey, bool, ProductKeyHash>>
-      known;
-  auto& here = known[{context.device.index, call.kept.defined()}];
-  if (const auto found = here.find(key); found != here.end()) return found->second ? kSlower : "";
-
+bool is_slower(const Context& context, const LinearActForward& call, const ProductKey& key) {
   const std::string text = (call.kept.defined() ? "training" : "inference") + text_of(key);
   std::optional<std::string> choice = kept_choice(context, text);
-  if (!choice && !may_measure(context, call.math)) return "";
-  if (!choice) {
+  if (!choice && may_measure(context, call.math)) {
     const auto alone = measuring();
+    const PreparedProduct fused(context, epilogue_product(call));
+    const PreparedProduct plain(context, forward_product(call, call.y));
     const std::function<void(const Context&)> ways[] = {
-        [&](const Context& where) { epilogue_run(where, call); },
-        [&](const Context& where) { pass_run(where, call); }};
-    choice = fastest(context, ways, false) == 0 ? "epilogue" : "pass";
+        [&](const Context& where) {
+          fused.run(where);
+          if (call.kept.defined()) activate(where, {call.y, {}, call.kept, call.activation});
+        },
+        [&](const Context& where) {
+          plain.run(where);
+          activate(where, {call.y, call.y, call.kept, call.activation});
+        }};
+    choice = fastest(context, ways) == 0 ? "epilogue" : "pass";
     keep_choice(context, text, *choice);
   }
-  return (here[key] = *choice == "pass") ? kSlower : "";
+  return choice == "pass";
+}
+
+/// Every call asks, so after the first of its kind this must cost next to nothing.
+Verdict judge(const Context& context, const LinearActForward& call) {
+  if (epilogue_of(call.activation) == Epilogue::none || call.y.numel() == 0) return Verdict::fine;
+  thread_local std::map<std::pair<int, bool>,
+                        std::unordered_map<ProductKey, Verdict, ProductKeyHash>>
+      known;
+  auto& here = known[{context.device.index, call.kept.defined()}];
+  const Product product = epilogue_product(call);
+  const ProductKey key = key_of(product);
+  if (const auto found = here.find(key); found != here.end()) return found->second;
+
+  Verdict verdict = Verdict::fine;
+  if (!PreparedProduct(context, product).lets_nan_through()) {
+    verdict = Verdict::loses_nan;
+  } else if (call.math.tune && is_slower(context, call, key)) {
+    verdict = Verdict::slower;
+  }
+  return here[key] = verdict;
+}
+
+std::string epilogue_declines(const Context& context, const LinearActForward& call) {
+  if (call.z.defined()) return "the product is there already";
+  if (call.activation == Activation::identity) return "";
+  if (epilogue_of(call.activation) == Epilogue::none) {
+    return "cuBLASLt has no epilogue for this activation";
+  }
+  if (call.activation == Activation::gelu_tanh) {
+    if (call.kept.defined()) return "z is to be kept, and the epilogue writes y alone";
+    // In float32 it is off by some 20 ulp: fine for halves alone.
+    if (call.y.dtype == DType::f32 || call.y.dtype == DType::f64) {
+      return "cuBLASLt's gelu is not exact enough for this dtype";
+    }
+  }
+  if (judge(context, call) != Verdict::loses_nan) return "";
+  return "cuBLASLt's epilogue is not known to keep NaN here";
+}
+
+std::string epilogue_yields(const Context& context, const LinearActForward& call) {
+  if (judge(context, call) != Verdict::slower) return "";
+  return "measured: a product and a pass behind it are faster";
 }
 
 // Backward. --------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 // once; relu's bits are a sixteenth to a sixty-fourth of that. Bound by memory bandwidth.
 
 #include <algorithm>
-#include <type_traits>
 
 #include "common/check.h"
 #include "common/matrix.h"
@@ -16,8 +15,8 @@
 namespace fusewise::cuda {
 namespace {
 
-constexpr int kGroup = 8;  // columns of a thread: one byte of bits
 constexpr int kThreads = 256;
+constexpr int kByte = 8;   // columns whose bits share one
 constexpr int kDepth = 4;  // rows that a thread has in flight
 constexpr int kBlocksPerMultiprocessor = 8;
 
@@ -26,66 +25,63 @@ constexpr int kBlocksPerMultiprocessor = 8;
 constexpr int kWideShift = 5, kNarrowShift = 2;
 constexpr long long kFewRows = 512;
 
-/// Eight adjacent elements of a row as they are in memory: as vectors where addresses allow it,
-/// else one by one, with a stride.
+/// Adjacent elements of a row as they are in memory: a vector where addresses allow it, so that the
+/// threads of a warp touch one piece of memory; else eight, one by one, with a stride.
 template <typename T, bool kVectors>
 struct Group {
-  static constexpr int kVectorCount = kGroup * sizeof(T) / 16;
-  using Storage = std::conditional_t<kVectors, uint4[kVectorCount], T[kGroup]>;
-  alignas(16) Storage storage;
+  static constexpr int kSize = kVectors ? Vector<T>::kSize : kByte;
+  alignas(16) T values[kSize];
 
   __device__ __forceinline__ Accumulator<T> operator[](int i) const {
-    return to_accumulator<Accumulator<T>>(reinterpret_cast<const T*>(storage)[i]);
+    return to_accumulator<Accumulator<T>>(values[i]);
   }
   __device__ __forceinline__ void set(int i, Accumulator<T> value) {
-    reinterpret_cast<T*>(storage)[i] = from_accumulator<T>(value);
+    values[i] = from_accumulator<T>(value);
   }
 
   __device__ __forceinline__ void load(const T* from, long long stride, int count) {
+    if constexpr (kVectors) {
+      reinterpret_cast<Vector<T>&>(values) = load_vector(from);
+    } else {
 #pragma unroll
-    for (int i = 0; i < (kVectors ? kVectorCount : kGroup); ++i) {
-      if constexpr (kVectors) {
-        storage[i] = reinterpret_cast<const uint4*>(from)[i];
-      } else {
-        storage[i] = i < count ? from[i * stride] : T(0.0f);
-      }
+      for (int i = 0; i < kSize; ++i) values[i] = i < count ? from[i * stride] : T(0.0f);
     }
   }
 
   __device__ __forceinline__ void store(T* to, int count) const {
+    if constexpr (kVectors) {
+      store_vector(to, reinterpret_cast<const Vector<T>&>(values));
+    } else {
 #pragma unroll
-    for (int i = 0; i < (kVectors ? kVectorCount : kGroup); ++i) {
-      if constexpr (kVectors) {
-        reinterpret_cast<uint4*>(to)[i] = storage[i];
-      } else if (i < count) {
-        to[i] = storage[i];
+      for (int i = 0; i < kSize; ++i) {
+        if (i < count) to[i] = values[i];
       }
     }
   }
 };
 
-/// Which eight columns and which rows a thread has. Column tiles are the fastest, so that the grid
-/// has one dimension and no limit of 65535. The last rows come first: they are what the product
-/// before has left in the cache.
+/// Which columns and which rows a thread has. Column tiles are the fastest, so that the grid has
+/// one dimension and no limit of 65535. The last rows come first: they are what the product before
+/// has left in the cache.
 struct Place {
   long long tile, index;  // of the block
   long long column, first_row, end_row;
   int lane, strand, strands;
-  int count;  // columns that exist, of the eight
+  int count;  // columns that exist, of the thread's
 
-  __device__ Place(long long rows, long long columns, long long chunk, int shift) {
+  __device__ Place(long long rows, long long columns, long long chunk, int shift, int group) {
     const long long block = gridDim.x - 1 - blockIdx.x;
-    const long long width = static_cast<long long>(kGroup) << shift;
+    const long long width = static_cast<long long>(group) << shift;
     const long long tiles = (columns + width - 1) / width;
     lane = threadIdx.x & ((1 << shift) - 1);
     strand = threadIdx.x >> shift;
     strands = kThreads >> shift;
     index = block / tiles;
     tile = (block - index * tiles) * width;
-    column = tile + lane * kGroup;
+    column = tile + lane * group;
     first_row = index * chunk + strand;
     end_row = min(rows, (index + 1) * chunk);
-    count = static_cast<int>(max(0ll, min(static_cast<long long>(kGroup), columns - column)));
+    count = static_cast<int>(max(0ll, min(static_cast<long long>(group), columns - column)));
   }
 };
 
@@ -136,9 +132,8 @@ struct ActivationArguments {
 
 template <Activation kKind, typename T, bool kVectors>
 __global__ void __launch_bounds__(kThreads) activate_rows(const ActivationArguments a) {
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  const Place place(a.rows, a.columns, a.chunk, a.shift);
+  constexpr int kGroup = Group<T, kVectors>::kSize;
+  const Place place(a.rows, a.columns, a.chunk, a.shift, kGroup);
   if (place.count == 0) return;
   const T* z = static_cast<const T*>(a.z) + place.column;
   T* y = static_cast<T*>(a.y) + place.column;
@@ -159,7 +154,13 @@ __global__ void __launch_bounds__(kThreads) activate_rows(const ActivationArgume
         for (int j = 0; j < kGroup; ++j) {
           open |= static_cast<unsigned>(j < place.count && !(values[i][j] <= 0)) << j;
         }
-        a.bits[at * a.bit_stride + place.column / kGroup] = static_cast<unsigned char>(open);
+        if constexpr (kGroup < kByte) {  // two neighbours share a byte
+          static_assert(2 * kGroup == kByte);
+          open |= __shfl_xor_sync(__activemask(), open, 1) << kGroup;
+        }
+        if (place.column % kByte == 0) {
+          a.bits[at * a.bit_stride + place.column / kByte] = static_cast<unsigned char>(open);
+        }
       }
       if (a.y == nullptr) continue;
 #pragma unroll
@@ -186,13 +187,14 @@ struct GradientArguments {
 template <Activation kKind, Keeps kKeeps, typename T, bool kVectors>
 __global__ void __launch_bounds__(kThreads) differentiate_rows(const GradientArguments a) {
   using A = Accumulator<T>;
+  constexpr int kGroup = Group<T, kVectors>::kSize;
   __shared__ A parts[kThreads / 32][32 * kGroup];
-  wait_for_previous_kernel();
   allow_next_kernel();
-  const Place place(a.rows, a.columns, a.chunk, a.shift);
+  const Place place(a.rows, a.columns, a.chunk, a.shift, kGroup);
   const T* dy = static_cast<const T*>(a.dy) + place.column * a.dy_step;
   const T* values = static_cast<const T*>(a.kept) + place.column;
-  const auto* bits = static_cast<const unsigned char*>(a.kept) + place.column / kGroup;
+  const auto* bits = static_cast<const unsigned char*>(a.kept) + place.column / kByte;
+  const int first_bit = static_cast<int>(place.column % kByte);
   T* dz = static_cast<T*>(a.dz) + place.column;
   A sums[kGroup] = {};
   const long long end_row = place.count == 0 ? 0 : place.end_row;
@@ -204,7 +206,7 @@ __global__ void __launch_bounds__(kThreads) differentiate_rows(const GradientArg
       const long long at = row + i * place.strands;
       if (at >= end_row) break;
       gradients[i].load(dy + at * a.dy_stride, a.dy_step, place.count);
-      if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride];
+      if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride] >> first_bit;
       if constexpr (kKeeps == Keeps::values) {
         kept[i].load(values + at * a.kept_stride, 1, place.count);
       }
@@ -238,7 +240,7 @@ __global__ void __launch_bounds__(kThreads) differentiate_rows(const GradientArg
     for (int j = 0; j < kGroup; ++j) parts[threadIdx.x / 32][place.lane * kGroup + j] = sums[j];
   }
   __syncthreads();
-  static_assert(kThreads == 32 * kGroup, "a thread for each column of the widest block");
+  static_assert(kThreads >= 32 * kGroup, "a thread for each column of the widest block");
   const long long column = place.tile + threadIdx.x;
   if (threadIdx.x >= kGroup << a.shift || column >= a.columns) return;
   A sum = 0;
@@ -281,8 +283,8 @@ struct Cut {
   int shift;
   std::int64_t tiles, chunk, chunks;
 
-  Cut(const Context& context, std::int64_t rows, std::int64_t columns, bool narrow)
-      : shift(narrow ? kNarrowShift : kWideShift), tiles(divide_up(columns, kGroup << shift)) {
+  Cut(const Context& context, std::int64_t rows, std::int64_t columns, int group, bool narrow)
+      : shift(narrow ? kNarrowShift : kWideShift), tiles(divide_up(columns, group << shift)) {
     const std::int64_t blocks =
         std::int64_t{limits_of(context.device).multiprocessors} * kBlocksPerMultiprocessor;
     const std::int64_t wanted = narrow ? 1 : std::max<std::int64_t>(1, blocks / tiles);
@@ -295,7 +297,7 @@ template <typename T>
 bool takes_vectors(const TensorView& t) {
   if (!t.defined()) return true;
   const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
-  return aligned && has_adjacent_rows(t) && t.sizes[1] % kGroup == 0 &&
+  return aligned && has_adjacent_rows(t) && t.sizes[1] % kByte == 0 &&
          matrix_of(t).stride % Vector<T>::kSize == 0;
 }
 
@@ -326,24 +328,24 @@ void dispatch(Activation kind, bool vectors, Body body) {
 void activate(const Context& context, const ActivationPass& pass) {
   const std::int64_t rows = pass.z.sizes[0], columns = pass.z.sizes[1];
   if (rows == 0 || columns == 0) return;
-  const Cut cut(context, rows, columns, false);
-  const ActivationArguments arguments{
-      pass.z.data,
-      pass.y.data,
-      static_cast<unsigned char*>(pass.bits.data),
-      rows,
-      columns,
-      cut.chunk,
-      matrix_of(pass.z).stride,
-      pass.y.defined() ? matrix_of(pass.y).stride : 0,
-      pass.bits.defined() ? matrix_of(pass.bits).stride : 0,
-      cut.shift,
-      pass.activation,
-  };
+  ActivationArguments arguments{};
+  arguments.z = pass.z.data;
+  arguments.y = pass.y.data;
+  arguments.bits = static_cast<unsigned char*>(pass.bits.data);
+  arguments.rows = rows;
+  arguments.columns = columns;
+  arguments.z_stride = matrix_of(pass.z).stride;
+  if (pass.y.defined()) arguments.y_stride = matrix_of(pass.y).stride;
+  if (pass.bits.defined()) arguments.bit_stride = matrix_of(pass.bits).stride;
+  arguments.kind = pass.activation;
   dispatch_dtype(pass.z.dtype, [&]<typename T>(T) {
     const bool vectors = takes_vectors<T>(pass.z) && takes_vectors<T>(pass.y);
     dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
-      launch_kernel({context, cut.tiles * cut.chunks, kThreads, 0, true}, "activating",
+      const Cut cut(context, rows, columns, Group<T, kVectors>::kSize, false);
+      arguments.chunk = cut.chunk;
+      arguments.shift = cut.shift;
+      // Not overlapping the kernel before: behind a product there is nothing to be done ahead.
+      launch_kernel({context, cut.tiles * cut.chunks, kThreads}, "activating",
                     activate_rows<kKind, T, kVectors>, arguments);
     });
   });
@@ -352,38 +354,35 @@ void activate(const Context& context, const ActivationPass& pass) {
 void differentiate(const Context& context, const GradientPass& pass) {
   const std::int64_t rows = pass.dy.sizes[0], columns = pass.dy.sizes[1];
   if (columns == 0) return;
-  const std::int64_t size = size_of(pass.dy.dtype);
   const bool sums = pass.db.defined();
-  const Cut cut(context, rows, columns, sums && rows <= kFewRows);
-  const bool only_chunk = cut.chunks == 1;
-  const Scratch<char> partial(
-      context, sums && !only_chunk ? cut.chunks * columns * std::max<std::int64_t>(size, 4) : 0);
-  const bool bits = pass.activation == Activation::relu && pass.kept.dtype == DType::u8;
   const bool nothing = pass.activation == Activation::identity;
+  const bool bits = pass.activation == Activation::relu && pass.kept.dtype == DType::u8;
   const bool rows_of_dy = has_adjacent_rows(pass.dy);
-  const GradientArguments arguments{
-      pass.dy.data,
-      pass.kept.data,
-      pass.dz.data,
-      sums && only_chunk ? pass.db.data : partial.data(),
-      rows,
-      columns,
-      cut.chunk,
-      rows_of_dy ? matrix_of(pass.dy).stride : pass.dy.strides[0],
-      rows_of_dy ? 1 : pass.dy.strides[1],
-      nothing ? 0 : matrix_of(pass.kept).stride,
-      pass.dz.defined() ? matrix_of(pass.dz).stride : 0,
-      cut.shift,
-      only_chunk,
-      pass.activation,
-  };
+  GradientArguments arguments{};
+  arguments.dy = pass.dy.data;
+  arguments.kept = pass.kept.data;
+  arguments.dz = pass.dz.data;
+  arguments.rows = rows;
+  arguments.columns = columns;
+  arguments.dy_stride = rows_of_dy ? matrix_of(pass.dy).stride : pass.dy.strides[0];
+  arguments.dy_step = rows_of_dy ? 1 : pass.dy.strides[1];
+  if (!nothing) arguments.kept_stride = matrix_of(pass.kept).stride;
+  if (pass.dz.defined()) arguments.dz_stride = matrix_of(pass.dz).stride;
+  arguments.kind = pass.activation;
   dispatch_dtype(pass.dy.dtype, [&]<typename T>(T) {
     using A = Accumulator<T>;
     const bool vectors = takes_vectors<T>(pass.dy) && takes_vectors<T>(pass.dz) &&
                          (bits || nothing || takes_vectors<T>(pass.kept));
     dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
+      const Cut cut(context, rows, columns, Group<T, kVectors>::kSize, sums && rows <= kFewRows);
+      const bool only_chunk = cut.chunks == 1;
+      const Scratch<A> partial(context, sums && !only_chunk ? cut.chunks * columns : 0);
+      arguments.sums = sums && only_chunk ? pass.db.data : partial.data();
+      arguments.chunk = cut.chunk;
+      arguments.shift = cut.shift;
+      arguments.only_chunk = only_chunk;
       const auto launch = [&]<Keeps kKeeps>() {
-        launch_kernel({context, cut.tiles * cut.chunks, kThreads, 0, true}, "differentiating",
+        launch_kernel({context, cut.tiles * cut.chunks, kThreads}, "differentiating",
                       differentiate_rows<kKind, kKeeps, T, kVectors>, arguments);
       };
       if (nothing) {
@@ -395,12 +394,11 @@ void differentiate(const Context& context, const GradientPass& pass) {
       } else if constexpr (kKind != Activation::identity || !kVectors) {
         launch.template operator()<Keeps::values>();
       }
+      if (!sums || only_chunk) return;
+      launch_kernel({context, divide_up(columns, kSumColumns), kSumColumns * kSumRows, 0, true},
+                    "summing up a bias gradient", sum_chunks<T, A>, partial.data(), cut.chunks,
+                    columns, static_cast<T*>(pass.db.data));
     });
-    if (!sums || only_chunk) return;
-    launch_kernel({context, divide_up(columns, kSumColumns), kSumColumns * kSumRows, 0, true},
-                  "summing up a bias gradient", sum_chunks<T, A>,
-                  reinterpret_cast<const A*>(partial.data()), cut.chunks, columns,
-                  static_cast<T*>(pass.db.data));
   });
 }
 
