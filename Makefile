@@ -14,7 +14,7 @@ BIN := $(CURDIR)/.venv/bin
 # CMake finds ninja on the path.
 CMAKE := PATH="$(BIN):$$PATH" $(BIN)/cmake
 CTEST := PATH="$(BIN):$$PATH" $(BIN)/ctest -j $(shell nproc)
-CXX_FILES = $$(find include src bindings tests/cpp examples benchmarks \
+CXX_FILES = $$(find include src bindings tests/cpp tests/fuzz examples benchmarks \
 	-name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
 .PHONY: help setup build lint format test test-core test-sanitize test-compat bench gpu gpu-soak clean
@@ -53,10 +53,11 @@ test-core: setup  ## the C++ core with no Python and no torch: build, test, inst
 	$(CMAKE) --build build/example
 	build/example/squeeze_excite
 
-test-sanitize: setup  ## the core's tests under ASan and UBSan
+test-sanitize: setup  ## the core's tests under ASan and UBSan, and a minute of fuzzing
 	$(CMAKE) --preset sanitize
 	$(CMAKE) --build --preset sanitize
 	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --preset sanitize  # as malloc would
+	tools/fuzz.sh 60
 
 test-compat: build  ## the built library under the newest torch, and a clean `pip install .`
 	@PYTHON="$(PYTHON)" tools/compat.sh

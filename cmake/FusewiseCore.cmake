@@ -5,13 +5,16 @@ find_package(Threads REQUIRED)
 
 set(common_sources
   src/common/activation.cpp
+  src/common/autoencoder.cpp
   src/common/choices.cpp
   src/common/linear_act.cpp
   src/common/mlp.cpp
+  src/common/safetensors.cpp
   src/common/scratch.cpp
   src/common/squeeze_excite.cpp
   src/common/tensor.cpp)
 set(cpu_sources
+  src/cpu/autoencoder.cpp
   src/cpu/linear_act.cpp
   src/cpu/squeeze_excite.cpp
   src/cpu/threads.cpp)
@@ -25,6 +28,7 @@ set(isa_flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
 set(isa_objects "")
 foreach(isa portable avx2 avx512)
   add_library(fusewise_${isa} OBJECT
+    src/cpu/autoencoder_kernels.cpp
     src/cpu/linear_act_kernels.cpp
     src/cpu/squeeze_excite_kernels.cpp)
   target_compile_definitions(fusewise_${isa} PRIVATE FUSEWISE_ISA=${isa})
@@ -51,6 +55,13 @@ add_library(fusewise::fusewise ALIAS fusewise)
 fusewise_core_target(fusewise)
 if(FUSEWISE_WITH_CUDA)
   set(cuda_sources
+    src/cuda/autoencoder/backward.cu
+    src/cuda/autoencoder/copy_rows.cu
+    src/cuda/autoencoder/forward.cu
+    src/cuda/autoencoder/general.cu
+    src/cuda/autoencoder/gradients.cu
+    src/cuda/autoencoder/implementations.cpp
+    src/cuda/autoencoder/pack.cu
     src/cuda/device.cu
     src/cuda/gemm/product.cpp
     src/cuda/gemm/tuning.cpp

@@ -19,6 +19,7 @@ endif()
 
 function(fusewise_torch_library name core)
   add_library(${name} MODULE ${ARGN}
+    bindings/torch/autoencoder.cpp
     bindings/torch/build_info.cpp
     bindings/torch/call.cpp
     bindings/torch/linear_act.cpp

@@ -15,6 +15,7 @@ FOREIGN = re.compile(r"lib(torch|c10|cu(da|blas|dnn|fft|rand|sparse|solver)|nv|p
 NEEDED = (
     "fusewise/_lib/libfusewise_naive_cpu.so",
     "fusewise/_lib/libfusewise_torch.so",
+    "fusewise/bench/cases/autoencoder.json",
     "fusewise/bench/cases/squeeze_excite.json",
     "fusewise/report/page.html",
     "fusewise/py.typed",

@@ -149,7 +149,7 @@ def sanitize() -> list[Callable[[], Outcome]]:
         return [lambda: missing]
     programs = {
         family: [sys.executable, "tools/sanitizer_calls.py", family]
-        for family in ("squeeze_excite", "linear_act")
+        for family in ("squeeze_excite", "linear_act", "autoencoder")
     }
     if CTEST_BINARY.is_file():
         programs["cpp"] = [CTEST_BINARY, "--gtest_filter=*Cuda*Short*"]

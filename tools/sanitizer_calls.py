@@ -81,6 +81,36 @@ def linear_calls(size, dtype) -> int:
     return done
 
 
+AUTOENCODERS = (
+    # rows, mels, frames, latent, slice latent
+    (40, 64, 5, 32, 64),
+    (3, 33, 2, 17, 70),
+    (1, 1, 1, 1, 1),
+)
+
+
+def autoencoder_size(size, dtype) -> int:
+    """Every output and implementation, both ways, on rows as they lie in memory and otherwise."""
+    rows, mels, frames, latent, slices = size
+    model = fusewise.models.SpectralShapeAutoencoder(
+        mels, frames, latent, slices, device="cuda", dtype=dtype
+    )
+    dense = torch.randn(rows, frames * mels, device="cuda", dtype=dtype)
+    strided = torch.randn(rows, mels, frames, device="cuda", dtype=dtype).transpose(1, 2)
+    done = 0
+    for output in (model, model.encode, model.anomaly_score):
+        for x in (dense.requires_grad_(), strided.requires_grad_()):
+            forward, backward = fusewise.explain(output, x)
+            for ahead in forward.able:
+                for back in backward.able:
+                    with fusewise.implementation(autoencoder=ahead, autoencoder_backward=back):
+                        result = output(x)
+                        learned = [x, *model.parameters()]
+                        torch.autograd.grad(result, learned, torch.ones_like(result))
+                    done += 1
+    return done
+
+
 def squeeze_excite_calls() -> int:
     for shape in SHAPES:
         for dtype in (torch.float16, torch.float32):
@@ -97,7 +127,16 @@ def linear_act_calls() -> int:
     )
 
 
-FAMILIES = {"squeeze_excite": squeeze_excite_calls, "linear_act": linear_act_calls}
+def autoencoder_calls() -> int:
+    dtypes = (torch.float16, torch.float32, torch.float64)
+    return sum(autoencoder_size(size, dtype) for size in AUTOENCODERS for dtype in dtypes)
+
+
+FAMILIES = {
+    "squeeze_excite": squeeze_excite_calls,
+    "linear_act": linear_act_calls,
+    "autoencoder": autoencoder_calls,
+}
 
 if __name__ == "__main__":
     done = FAMILIES[sys.argv[1]]()

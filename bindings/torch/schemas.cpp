@@ -7,6 +7,15 @@ STABLE_TORCH_LIBRARY(fusewise, m) {
   m.def("_build_info() -> str");
   m.def("_cuda_build_info() -> str");
   m.def(
+      "_autoencoder(Tensor x, Tensor[] weights, str output, bool tf32, bool save, "
+      "str implementation) -> (Tensor result, Tensor projection)");
+  m.def(
+      "_autoencoder_backward(Tensor gradient, Tensor x, Tensor[] weights, Tensor projection, "
+      "str output, bool tf32, int needed, str implementation) -> Tensor[]");
+  m.def(
+      "_autoencoder_explain(Tensor x, Tensor[] weights, str output, bool tf32, bool backward, "
+      "str implementation) -> str");
+  m.def(
       "_squeeze_excite(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation, "
       "str gate, bool save, str implementation) -> (Tensor y, Tensor saved)");
   m.def(

@@ -1,6 +1,7 @@
 """Fused neural-network operators that move each byte once.
 
-Modules are in `fusewise.nn`, functions in `fusewise.functional`. `fusewise.implementation` forces
+Modules are in `fusewise.nn`, functions in `fusewise.functional`, whole models in
+`fusewise.models`. `fusewise.implementation` forces
 an implementation, `fusewise.explain` says which one runs and why.
 """
 
@@ -31,8 +32,12 @@ def _find_version() -> str:
 _check_torch(torch.__version__)
 __version__ = _find_version()
 
-from . import functional, nn  # noqa: E402 - the libraries load only under a torch that fits them
+from . import (  # noqa: E402 - the libraries load only under a torch that fits them
+    functional,
+    models,
+    nn,
+)
 from ._explain import explain  # noqa: E402
 from ._settings import implementation  # noqa: E402
 
-__all__ = ["__version__", "explain", "functional", "implementation", "nn"]
+__all__ = ["__version__", "explain", "functional", "implementation", "models", "nn"]

@@ -7,6 +7,8 @@ The values are instance attributes of a `threading.local`, not class attributes,
 import threading
 
 OPERATORS = (
+    "autoencoder",
+    "autoencoder_backward",
     "linear_act",
     "linear_act_backward",
     "squeeze_excite",

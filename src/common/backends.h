@@ -4,11 +4,14 @@
 // without CUDA, in no_cuda.cpp, where every list is empty.
 
 #include "common/implementation.h"
+#include "fusewise/autoencoder.h"
 #include "fusewise/linear_act.h"
 #include "fusewise/squeeze_excite.h"
 
 namespace fusewise::cpu {
 
+Implementations<AutoencoderForward> autoencoder_forward();
+Implementations<AutoencoderBackward> autoencoder_backward();
 Implementations<SqueezeExciteForward> squeeze_excite_forward();
 Implementations<SqueezeExciteBackward> squeeze_excite_backward();
 Implementations<LinearActForward> linear_act_forward();
@@ -34,6 +37,8 @@ class CurrentDevice {
   int before_ = -1;
 };
 
+Implementations<AutoencoderForward> autoencoder_forward();
+Implementations<AutoencoderBackward> autoencoder_backward();
 Implementations<SqueezeExciteForward> squeeze_excite_forward();
 Implementations<SqueezeExciteBackward> squeeze_excite_backward();
 Implementations<LinearActForward> linear_act_forward();

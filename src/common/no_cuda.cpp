@@ -17,6 +17,8 @@ void deallocate(const Context&, void*) noexcept {}
 CurrentDevice::CurrentDevice(Device) {}
 CurrentDevice::~CurrentDevice() = default;
 
+Implementations<AutoencoderForward> autoencoder_forward() { refuse(); }
+Implementations<AutoencoderBackward> autoencoder_backward() { refuse(); }
 Implementations<SqueezeExciteForward> squeeze_excite_forward() { refuse(); }
 Implementations<SqueezeExciteBackward> squeeze_excite_backward() { refuse(); }
 Implementations<LinearActForward> linear_act_forward() { refuse(); }

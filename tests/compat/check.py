@@ -112,6 +112,42 @@ def linear_modules():
         torch.testing.assert_close(exported.module()(other), module(other))
 
 
+def autoencoder():
+    """Every dtype and output against torch's own operators; traced, and exported."""
+    from fusewise.bench.families.autoencoder import OUTPUTS, eager, random_weights
+    from fusewise.models._autoencoder import autoencoder
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(shape, scale=1.0):
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+    weights, x = random_weights(9, 3, 5, 7, draw), draw((33, 27))
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        tensors = [t.to(dtype).requires_grad_() for t in (x, *weights)]
+        for output in OUTPUTS:
+            found = []
+            for function in (autoencoder, eager):
+                result = function(*tensors, output=output)
+                gradient = torch.ones_like(result) / 64
+                found.append(
+                    [
+                        result,
+                        *torch.autograd.grad(result, tensors, gradient, materialize_grads=True),
+                    ]
+                )
+            tolerance = 60 * torch.finfo(dtype).eps
+            torch.testing.assert_close(*found, atol=tolerance, rtol=tolerance)
+    module = fusewise.models.SpectralShapeAutoencoder(9, 3, 5, 7)
+    rows = torch.randn(4, 27)
+    assert module.to("meta")(rows.to("meta")).shape == rows.shape
+    module.to_empty(device="cpu").reset_parameters()
+    exported = torch.export.export(
+        module, (rows,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},)
+    )
+    torch.testing.assert_close(exported.module()(x.float()), module(x.float()))
+
+
 def bad_input():
     """Errors keep their words."""
     try:
@@ -135,6 +171,7 @@ if __name__ == "__main__":
         export,
         linear_layers,
         linear_modules,
+        autoencoder,
         bad_input,
     ):
         test()

@@ -35,7 +35,7 @@ def fails(capsys, tmp_path, monkeypatch):
         (["bench", "--layout", "nhwc"], "there are: contiguous, channels_last"),
         (
             ["bench", "--filter", "nonsense"],
-            "no case of squeeze_excite, linear_act, mlp that matches --filter",
+            "no case of squeeze_excite, linear_act, mlp, autoencoder that matches --filter",
         ),
         (["bench", "--out", "/proc/nowhere"], "name another folder"),
         (["bench", "--device", "tpu"], "invalid choice: 'tpu'"),

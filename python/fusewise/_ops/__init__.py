@@ -2,6 +2,15 @@
 error types. Everything here is private; `fusewise.functional` is the door."""
 
 from ._library import CUDA_MISSING, build_info, rephrased
+from .autoencoder import (
+    AUTOENCODER_WEIGHTS,
+    autoencoder,
+    autoencoder_backward,
+    autoencoder_explain,
+    autoencoder_score_dtype,
+    autoencoder_wrong_type,
+    check_autoencoder,
+)
 from .linear_act import (
     ACTIVATIONS,
     check_linear_act,
@@ -22,9 +31,16 @@ from .squeeze_excite import (
 )
 
 __all__ = [
+    "AUTOENCODER_WEIGHTS",
     "ACTIVATIONS",
     "CUDA_MISSING",
+    "autoencoder",
+    "autoencoder_backward",
+    "autoencoder_explain",
+    "autoencoder_score_dtype",
+    "autoencoder_wrong_type",
     "build_info",
+    "check_autoencoder",
     "check_linear_act",
     "check_squeeze_excite",
     "linear_act",

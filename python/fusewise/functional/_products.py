@@ -9,7 +9,6 @@ _HALF = (torch.float16, torch.bfloat16)
 _NOTHING = contextlib.nullcontext()
 
 
-@torch.compiler.assume_constant_result
 def _torch_settings(dtype: torch.dtype) -> tuple[bool, bool, bool]:
     # The functions behind torch.backends.cuda.matmul, whose properties cost several times as much.
     # The older of torch's two switches for TF32 cannot even be read once the newer was set; this
@@ -24,6 +23,10 @@ def _torch_settings(dtype: torch.dtype) -> tuple[bool, bool, bool]:
     return tf32, reduced_sums, not torch.are_deterministic_algorithms_enabled()
 
 
+# What torch.compiler.assume_constant_result does, without importing the whole compiler for it.
+_torch_settings._dynamo_marked_constant = True
+
+
 def product_math(x: Tensor) -> tuple[bool, bool, bool]:
     """TF32 or not, sums of halves in half or not, algorithms measured or not.
 
@@ -32,7 +35,7 @@ def product_math(x: Tensor) -> tuple[bool, bool, bool]:
     return _torch_settings(x.dtype) if x.is_cuda else (False, True, True)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast wants x to be; None where it is off, or is nothing for x."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -44,7 +47,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast_inputs(x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
     """x and the parameters in the dtype of the product: autocast's, where it is on and x is not
     float64, else x's own, to which float32 parameters beside half x are rounded."""
-    if dtype := _autocast_dtype(x):
+    if dtype := autocast_dtype(x):
         x = x.to(dtype)
         which = (torch.float32, *_HALF)
     elif x.dtype in _HALF:

@@ -35,5 +35,7 @@ def formula_gradients(formula, inputs, needed, dy):
         inputs = [None if t is None else t.view_as(t) for t in inputs]
         y = formula(*inputs)
         wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
-        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=create_graph))
+        found = iter(
+            torch.autograd.grad(y, wanted, dy, create_graph=create_graph, materialize_grads=True)
+        )
     return [next(found) if need else None for need in needed]

@@ -16,6 +16,11 @@ def whole(name: str, value: int, least: int = 1) -> None:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
+def true_or_false(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         names = ", ".join(map(repr, known[:-1]))

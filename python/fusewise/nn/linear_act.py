@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ._checks import activation_name, activation_of, floating, plain_linear, whole
+from ._checks import activation_name, activation_of, floating, plain_linear, true_or_false, whole
 
 
 class LinearAct(torch.nn.Linear):
@@ -31,6 +31,7 @@ class LinearAct(torch.nn.Linear):
         whole("in_features", in_features, least=0)
         whole("out_features", out_features, least=0)
         activation_name("activation", activation)
+        true_or_false("bias", bias)
         floating(dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
@@ -58,7 +59,14 @@ class LinearAct(torch.nn.Linear):
         return made.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear_act(x, self.weight, self.bias, self.activation)
+        try:
+            return functional.linear_act(x, self.weight, self.bias, self.activation)
+        except RuntimeError as error:
+            # The function blames w, which here is right by itself.
+            if x.dim() > 0 and x.shape[-1] != self.in_features:
+                message = f"x: expected {self.in_features} features, got {x.shape[-1]}"
+                raise RuntimeError(message) from error
+            raise
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation!r}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ._checks import activation_name, activation_of, floating, plain_linear, whole
+from ._checks import activation_name, activation_of, floating, plain_linear, true_or_false, whole
 
 
 class MLP(torch.nn.Module):
@@ -38,6 +38,7 @@ class MLP(torch.nn.Module):
             whole(f"sizes[{i}]", size, least=0)
         activation_name("activation", activation)
         activation_name("final_activation", final_activation)
+        true_or_false("bias", bias)
         floating(dtype)
         self.activation = activation
         self.final_activation = final_activation
@@ -79,7 +80,7 @@ class MLP(torch.nn.Module):
         return functional.mlp(
             x,
             weights,
-            None if biases[0] is None else biases,
+            None if all(bias is None for bias in biases) else biases,
             self.activation,
             self.final_activation,
         )

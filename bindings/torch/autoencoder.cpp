@@ -1,0 +1,161 @@
+// The autoencoder for torch: allocation and the call; the core does the checks.
+// Compiled once for each device: FUSEWISE_DEVICE is CPU or CUDA.
+
+#include "fusewise/autoencoder.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "call.h"
+#include "common/check.h"
+#include "text.h"
+
+namespace fusewise::binding {
+namespace {
+
+constexpr std::size_t kWeights = std::size(kAutoencoderWeights);
+
+/// The weights in the order of kAutoencoderWeights, dense; keeps copies alive.
+struct Weights {
+  std::vector<Tensor> tensors;
+  AutoencoderWeights views;
+
+  explicit Weights(const std::vector<Tensor>& given) {
+    check(given.size() == kWeights, "weights: expected ", kWeights, ", got ", given.size());
+    tensors.reserve(kWeights);
+    for (std::size_t i = 0; i < kWeights; ++i) {
+      tensors.push_back(dense(given[i]));
+      views.*kAutoencoderWeights[i].weight = view_of(kAutoencoderWeights[i].name, tensors.back());
+    }
+  }
+};
+
+enum class Output { reconstruction, latent, score };
+
+Output output_from(const Text& name) {
+  if (name == "reconstruction") return Output::reconstruction;
+  if (name == "latent") return Output::latent;
+  if (name == "score") return Output::score;
+  fail("output: expected 'reconstruction', 'latent' or 'score', got '", name, "'");
+}
+
+DType score_dtype(DType x) { return x == DType::f64 ? DType::f64 : DType::f32; }
+
+std::int64_t latent_of(const AutoencoderWeights& weights) {
+  return weights.basis.rank > 0 ? weights.basis.sizes[0] : 0;
+}
+
+/// Uninitialised; what nobody checked yet gets a shape that the core will refuse.
+Tensor new_output(Output output, const Tensor& x, const AutoencoderForward& call) {
+  if (output == Output::reconstruction) return new_like(x);
+  const std::int64_t rows = x.dim() > 0 ? x.size(0) : 0;
+  if (output == Output::score) return new_dense(x, score_dtype(call.x.dtype), {rows});
+  return new_dense(x, call.x.dtype, {rows, latent_of(call.weights)});
+}
+
+template <typename Call>
+TensorView& place_of(Call& call, Output output) {
+  if constexpr (std::is_same_v<Call, AutoencoderForward>) {
+    if (output == Output::reconstruction) return call.y;
+    return output == Output::latent ? call.latent : call.score;
+  } else {
+    if (output == Output::reconstruction) return call.dy;
+    return output == Output::latent ? call.dlatent : call.dscore;
+  }
+}
+
+/// The projection is empty where nothing is to be saved.
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const std::vector<Tensor>& weights,
+                                   const Text& output, bool tf32, bool save,
+                                   const Text& implementation) {
+  const CallContext context(x);
+  const Weights dense_weights(weights);
+  const Output which = output_from(output);
+  AutoencoderForward call;
+  call.x = view_of("x", x);
+  call.weights = dense_weights.views;
+  call.tf32 = tf32;
+  call.implementation = implementation;
+  const Tensor result = new_output(which, x, call);
+  place_of(call, which) = view_of("result", result);
+  std::vector<std::int64_t> kept{0};
+  if (save) kept = {x.dim() > 0 ? x.size(0) : 0, latent_of(call.weights)};
+  const Tensor projection = new_dense(x, score_dtype(call.x.dtype), kept);
+  if (save) call.projection = view_of("projection", projection);
+  autoencoder(context.get(), call);
+  return {result, projection};
+}
+
+/// `needed`: bit 0 stands for x, bit 1 + i for weight i. What is not wanted comes back empty.
+std::vector<Tensor> backward(const Tensor& gradient, const Tensor& x,
+                             const std::vector<Tensor>& weights, const Tensor& projection,
+                             const Text& output, bool tf32, std::int64_t needed,
+                             const Text& implementation) {
+  const CallContext context(x);
+  const Weights dense_weights(weights);
+  const Output which = output_from(output);
+  AutoencoderBackward call;
+  call.x = view_of("x", x);
+  call.weights = dense_weights.views;
+  call.tf32 = tf32;
+  call.implementation = implementation;
+  const char* names[] = {"dy", "dlatent", "dscore"};
+  place_of(call, which) = view_of(names[static_cast<int>(which)], gradient);
+  const Tensor projection_dense = dense(projection);  // hooks may bring back any strides
+  call.projection = view_of("projection", projection_dense);
+
+  std::vector<Tensor> results;
+  results.reserve(1 + kWeights);
+  const bool need_dx = (needed & 1) != 0;
+  results.push_back(need_dx ? new_like(x) : new_dense(x, call.x.dtype, {0}));
+  if (need_dx) call.dx = view_of("dx", results.back());
+  for (std::size_t i = 0; i < kWeights; ++i) {
+    const TensorView& weight = call.weights.*kAutoencoderWeights[i].weight;
+    const bool need = (needed >> (1 + i) & 1) != 0;
+    std::vector<std::int64_t> sizes{0};
+    if (need) sizes.assign(weight.sizes.begin(), weight.sizes.begin() + weight.rank);
+    results.push_back(new_dense(x, weight.dtype, sizes));
+    if (need) {
+      call.gradients.*kAutoencoderWeights[i].weight =
+          view_of(kAutoencoderWeights[i].name, results.back());
+    }
+  }
+  autoencoder(context.get(), call);
+  return results;
+}
+
+/// Answers from shapes and pointers alone: results are taken to lie as x does.
+std::string explain_call(const Tensor& x, const std::vector<Tensor>& weights, const Text& output,
+                         bool tf32, bool backward, const Text& implementation) {
+  const CallContext context(x);
+  const Weights dense_weights(weights);
+  const Output which = output_from(output);
+  AutoencoderForward forward;
+  forward.x = view_of("x", x);
+  forward.weights = dense_weights.views;
+  forward.tf32 = tf32;
+  forward.implementation = implementation;
+  const Tensor result = new_output(which, x, forward);
+  if (!backward) {
+    place_of(forward, which) = view_of("result", result);
+    return to_text(explain(context.get(), forward));
+  }
+  AutoencoderBackward call;
+  call.x = call.dx = forward.x;
+  call.weights = call.gradients = forward.weights;
+  call.tf32 = tf32;
+  call.implementation = implementation;
+  place_of(call, which) = view_of("result", result);
+  return to_text(explain(context.get(), call));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusewise, FUSEWISE_DEVICE, m) {
+  m.impl("_autoencoder", TORCH_BOX(&forward));
+  m.impl("_autoencoder_backward", TORCH_BOX(&backward));
+  m.impl("_autoencoder_explain", TORCH_BOX(&explain_call));
+}
+
+}  // namespace fusewise::binding

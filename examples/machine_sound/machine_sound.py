@@ -1,0 +1,239 @@
+"""Finds machines that sound wrong, having heard only such that sound right.
+
+    python machine_sound.py               # a machine made of numbers, and three faults
+    python machine_sound.py --data DIR    # DIR/train/normal, DIR/test/{normal,anomaly}/*.wav
+    python machine_sound.py --live LONG.wav --weights model.safetensors
+
+The first two train a SpectralShapeAutoencoder on the normal sounds, score every test file by the
+mean score of its rows, print the ROC AUC (0.5 is guessing, 1 is right every time), draw both
+distributions to scores.png and write the weights to model.safetensors. The third reads a long
+recording window by window and prints a score for each.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import machine
+from sound import SoundError, mel_filters, read_wav, rows
+
+from fusewise.models import SpectralShapeAutoencoder
+
+BANDS, FRAMES = 64, 5
+
+
+def main(arguments: list[str] | None = None) -> float | None:
+    """Returns the AUC, where there is one."""
+    options = parse(arguments)
+    try:
+        return live(options) if options.live else train_and_test(options)
+    except SoundError as error:
+        sys.exit(f"machine_sound: {error}")
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="folder of WAV files; without: synthesised")
+    parser.add_argument("--live", type=Path, help="score this WAV file window by window")
+    parser.add_argument("--weights", type=Path, help="what an earlier run wrote, for --live")
+    parser.add_argument("--out", type=Path, default=Path("."), help="where results are written")
+    parser.add_argument("--epochs", type=positive, default=30)
+    parser.add_argument("--files", type=positive, default=60, help="synthesised training files")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of synthesised files")
+    parser.add_argument("--window", type=float, default=1.0, help="seconds of a --live window")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if options.live and not options.weights:
+        parser.error("--live needs --weights, which a run without --live writes")
+    if options.seconds < 0.5 or options.window < 0.2:
+        parser.error("--seconds takes at least 0.5, --window at least 0.2")
+    return options
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+# --- data --------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path):
+    """Yields (set, label, samples, rate) of the folders of the public machine-sound sets."""
+    rate = None
+    for part, label in (("train", "normal"), ("test", "normal"), ("test", "anomaly")):
+        paths = sorted((folder / part / label).glob("*.wav"))
+        if not paths:
+            raise SoundError(f"{folder / part / label}: has no .wav file")
+        for path in paths:
+            samples, rate = read_wav(path, rate)
+            yield part, label, samples, rate
+
+
+def synthesised(options):
+    test = max(9, options.files // 2)
+    for part, label, samples in machine.dataset(options.files, test, options.seconds, options.seed):
+        yield part, label, samples, machine.RATE
+
+
+def load(options) -> tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]], int]:
+    """Rows of every training file, label and rows of every test file, the rate."""
+    source = files_of(options.data) if options.data else synthesised(options)
+    train, test, filters, rate = [], [], None, 0
+    for part, label, samples, rate in source:
+        if filters is None:
+            filters = mel_filters(rate, BANDS)
+        found = rows(samples, filters, FRAMES)
+        if part == "train":
+            train.append(found)
+        else:
+            test.append((label, found))
+        show(f"reading: {len(train)} files to train with, {len(test)} to test")
+    done()
+    return train, test, rate
+
+
+# --- training and scoring -----------------------------------------------------------------------
+
+
+def train(model, data: torch.Tensor, epochs: int, seed: int) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1e-2, total_steps=epochs * -(-len(data) // 256)
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for epoch in range(epochs):
+        total = 0.0
+        for batch in torch.randperm(len(data), generator=generator).split(256):
+            optimizer.zero_grad()
+            loss = model.anomaly_score(
+                data[batch]
+            ).mean()  # forward and backward are one kernel each
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.item() * len(batch)
+        show(f"training: epoch {epoch + 1} of {epochs}, mean score {total / len(data):.4f}")
+    done()
+
+
+def auc(normal: torch.Tensor, anomalous: torch.Tensor) -> float:
+    """The chance that a random anomalous sound scores higher than a random normal one."""
+    higher = (anomalous[:, None] > normal).double() + 0.5 * (anomalous[:, None] == normal)
+    return higher.mean().item()
+
+
+def train_and_test(options) -> float:
+    start = time.perf_counter()
+    torch.manual_seed(options.seed)
+    train_rows, test_rows, rate = load(options)
+    data = torch.cat(train_rows)
+    mean, deviation = data.mean(), data.std()
+
+    model = SpectralShapeAutoencoder(BANDS, FRAMES)
+    train(model, (data - mean) / deviation, options.epochs, options.seed)
+    model.eval()
+    with torch.inference_mode():
+        scores = [
+            (label, model.anomaly_score((found - mean) / deviation).mean().item())
+            for label, found in test_rows
+        ]
+    normal = torch.tensor([score for label, score in scores if label == "normal"])
+    anomalous = torch.tensor([score for label, score in scores if label != "normal"])
+    for label in dict.fromkeys(label for label, _ in scores if label != "normal"):
+        some = torch.tensor([score for each, score in scores if each == label])
+        print(f"AUC {label:10} {auc(normal, some):.3f}  ({len(some)} files)")
+    area = auc(normal, anomalous)
+    print(f"AUC {'all':10} {area:.3f}  ({len(anomalous)} files against {len(normal)} normal ones)")
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    save(model, mean, deviation, rate, options.out / "model.safetensors")
+    draw(scores, options.out / "scores.png")
+    print(f"{time.perf_counter() - start:.0f} s; scores.png and model.safetensors are written")
+    return area
+
+
+def draw(scores: list[tuple[str, float]], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: pip install matplotlib")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    labels = list(dict.fromkeys(label for label, _ in scores))
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    values = [torch.tensor([s for each, s in scores if each == label]).log10() for label in labels]
+    low, high = min(v.min() for v in values), max(v.max() for v in values)
+    bins = torch.linspace(low.item(), high.item() + 1e-6, 30).tolist()
+    for label, some in zip(labels, values, strict=True):
+        axes.hist(some.tolist(), bins, alpha=0.6, label=label)
+    axes.set(xlabel="log10 of a file's mean score", ylabel="files")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# --- weights and streams ------------------------------------------------------------------------
+
+
+def save(model, mean: torch.Tensor, deviation: torch.Tensor, rate: int, path: Path) -> None:
+    """What the rows were brought to, and at which rate, travels beside the weights."""
+    scale = {"mean": str(mean.item()), "deviation": str(deviation.item()), "rate": str(rate)}
+    model.save_safetensors(path, scale)
+
+
+def load_model(path: Path) -> tuple[SpectralShapeAutoencoder, float, float, int]:
+    from safetensors import SafetensorError, safe_open
+
+    model = SpectralShapeAutoencoder(BANDS, FRAMES)
+    try:
+        with safe_open(path, "pt") as file:
+            model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            scale = file.metadata()
+        mean, deviation, rate = (scale[name] for name in ("mean", "deviation", "rate"))
+    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
+        raise SoundError(f"{path}: is not what this program wrote: {error}") from error
+    return model.eval(), float(mean), float(deviation), int(rate)
+
+
+@torch.inference_mode()
+def live(options) -> None:
+    model, mean, deviation, rate = load_model(options.weights)
+    samples, _ = read_wav(options.live, rate)
+    filters = mel_filters(rate, BANDS)
+    step = int(options.window * rate)
+    if len(samples) < step:
+        raise SoundError(f"{options.live}: is shorter than a window of {options.window} s")
+    for begin in range(0, len(samples) - step + 1, step):
+        window = rows(samples[begin : begin + step], filters, FRAMES)
+        score = model.anomaly_score((window - mean) / deviation).mean().item()
+        print(f"{begin / rate:8.1f} s  {score:10.4f}  {'#' * min(60, int(20 * score))}", flush=True)
+
+
+# --- progress -----------------------------------------------------------------------------------
+
+
+def show(text: str) -> None:
+    """One line that is written over on a terminal; elsewhere silence until `done`."""
+    show.last = text
+    if sys.stdout.isatty():
+        print(f"\r\033[K{text}", end="", flush=True)
+
+
+def done() -> None:
+    print("" if sys.stdout.isatty() else show.last, flush=True)
+
+
+if __name__ == "__main__":
+    main()

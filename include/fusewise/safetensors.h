@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fusewise/autoencoder.h"
+#include "fusewise/tensor.h"
+
+namespace fusewise {
+
+/// The tensors of a .safetensors file, in memory of its own. Every length and offset is held
+/// against the file before it is used; a file that breaks the format's rules is an Error that says
+/// how.
+///
+/// The format: 8 bytes, little-endian, the length of a header; the header, a JSON object of
+/// {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}}, with an optional
+/// "__metadata__" of texts; then the data, which the tensors cover without holes or overlaps.
+class Safetensors {
+ public:
+  /// Reads a whole file.
+  explicit Safetensors(const std::string& path);
+  /// From memory, which is copied.
+  explicit Safetensors(std::span<const std::byte> file);
+
+  /// Dense, on the CPU, aligned, as long as this object lives. Throws Error where there is none of
+  /// that name, or it is of a type other than float32, float64, float16 and bfloat16.
+  TensorView at(std::string_view name) const;
+  bool contains(std::string_view name) const;
+  /// All names, sorted.
+  std::vector<std::string> names() const;
+  /// The texts of "__metadata__".
+  const std::map<std::string, std::string, std::less<>>& metadata() const { return metadata_; }
+
+ private:
+  struct Entry {
+    std::string dtype;
+    std::vector<std::int64_t> shape;
+    std::size_t offset = 0;  // in data_
+  };
+
+  void read(std::span<const std::byte> file);
+
+  std::map<std::string, Entry, std::less<>> entries_;
+  std::map<std::string, std::string, std::less<>> metadata_;
+  std::vector<std::max_align_t> data_;
+};
+
+/// The autoencoder's weights by their names in a state dict. Throws Error that names the tensor
+/// which is missing or does not fit. The file's object must outlive them.
+AutoencoderWeights autoencoder_weights(const Safetensors& file);
+
+}  // namespace fusewise

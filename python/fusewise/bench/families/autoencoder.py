@@ -1,0 +1,326 @@
+"""SpectralShapeAutoencoder: what is compared, with what, and what it costs at least."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusewise.models._autoencoder import autoencoder
+
+from ..accuracy import Expected
+from .family import BOTH, Case, Family, Workload
+
+WEIGHTS = (
+    "norm_weight",
+    "norm_bias",
+    "encoder_weight",
+    "encoder_bias",
+    "basis",
+    "mid_norm_weight",
+    "mid_norm_bias",
+    "mid_weight",
+    "mid_bias",
+    "decoder_weight",
+    "decoder_bias",
+)
+OUTPUTS = ("reconstruction", "latent", "score")
+_ROWS = 4096  # that the reference takes together: in fp64, with every sum of |terms|, they are 1 GB
+
+
+def shapes(n_mels, frames, latent, slice_latent) -> dict[str, tuple[int, ...]]:
+    """Of every weight, by name."""
+    sizes = {"M": n_mels, "L": latent, "S": slice_latent, "FS": frames * slice_latent}
+    letters = ("M", "M", "S M", "S", "L FS", "L", "L", "L L", "L", "M S", "M")
+    return {
+        name: tuple(sizes[letter] for letter in text.split())
+        for name, text in zip(WEIGHTS, letters, strict=True)
+    }
+
+
+def random_weights(n_mels, frames, latent, slice_latent, draw) -> list[Tensor]:
+    """Weights of a size that keeps all activations near 1; `draw(shape, scale)` makes each."""
+    found = []
+    for name, shape in shapes(n_mels, frames, latent, slice_latent).items():
+        linear = name.endswith("weight") and len(shape) == 2
+        found.append(draw(shape, shape[1] ** -0.5 if linear else 1.0))
+    return found
+
+
+def eager(x, *weights, output="reconstruction"):
+    """The model as one would write it, in torch's own operators."""
+    return _steps(x, *weights)[output]
+
+
+def _steps(x, g, b, we, be, basis, g2, b2, wm, bm, wd, bd) -> dict[str, Tensor]:
+    """Every value on the way, by name."""
+    mels, slices, latent = we.shape[1], we.shape[0], basis.shape[0]
+    frames = basis.shape[1] // slices
+    slots = x.reshape(x.shape[0], frames, mels)
+    h = F.layer_norm(slots, (mels,), g, b)
+    u = F.linear(h, we, be)
+    s = F.gelu(u)
+    unit = F.normalize(basis, dim=1)
+    p = F.linear(s.flatten(1), unit)
+    q = F.layer_norm(p, (latent,), g2, b2)
+    v = F.linear(q, wm, bm)
+    z = F.gelu(v)
+    r = (z @ unit).unflatten(1, (frames, slices))
+    y = F.linear(r, wd, bd)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    score = (y.to(wide) - slots.to(wide)).square().mean((1, 2))
+    found = {"h": h, "u": u, "s": s, "p": p, "q": q, "v": v, "latent": z, "r": r, "y": y}
+    return {**found, "reconstruction": y.reshape(x.shape), "score": score}
+
+
+def build(case: Case, device: str, buffers: int) -> Workload:
+    rows, frames, mels = case.shape
+    output = case.extra["output"]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(shape, scale=1.0, learned=True, dtype=case.dtype):
+        value = torch.empty(shape, dtype=dtype, device=device)
+        value.normal_(0, scale, generator=generator)
+        return value.requires_grad_(learned)
+
+    def data(learned):
+        if case.layout == "contiguous":
+            return random((rows, frames * mels), learned=learned)
+        # As a spectrogram lies: the frames of a band side by side.
+        return random((rows, mels, frames), learned=False).transpose(1, 2).requires_grad_(learned)
+
+    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+
+    def gradient():
+        if output == "score":
+            return random((rows,), learned=False, dtype=wide)
+        return data(learned=False)
+
+    return Workload(
+        inputs=[(data(learned=True),) for _ in range(buffers)],
+        gradients=[gradient() for _ in range(buffers)],
+        weights=tuple(
+            random_weights(mels, frames, case.extra["latent"], case.extra["slice_latent"], random)
+        ),
+        functions={
+            "fusewise": partial(autoencoder, output=output),
+            "eager": partial(eager, output=output),
+        },
+    )
+
+
+def reference(case: Case, workload: Workload) -> dict[str, Expected]:
+    inputs = (*workload.inputs[0], *workload.weights, workload.gradients[0])
+    return expected(*inputs, output=case.extra["output"])
+
+
+def expected(x, *weights_and_gradient, output="reconstruction") -> dict[str, Expected]:
+    """The output and the gradient of x and of every weight, by name, with their scales; in fp64."""
+    *weights, gradient = (t.detach() for t in weights_and_gradient)
+    wide = [t.double().requires_grad_() for t in weights]
+    names = (output, "dx", *(f"d{name}" for name in WEIGHTS))
+    by_row: dict[str, list] = {name: [] for name in names[:2]}
+    sums: dict[str, list] = {}
+    largest = dict.fromkeys(names[:2], (0.0, 0.0))
+    for start in range(0, max(1, x.shape[0]), _ROWS):
+        rows = x.detach()[start : start + _ROWS].double().requires_grad_()
+        with torch.enable_grad():
+            steps = _steps(rows, *wide)
+            gradients = gradient[start : start + _ROWS].double()
+            inner = [steps[name] for name in ("h", "u", "s", "p", "q", "v", "latent", "r", "y")]
+            found = torch.autograd.grad(
+                steps[output], [rows, *wide, *inner], gradients, allow_unused=True
+            )
+        found = [
+            torch.zeros_like(t) if g is None else g
+            for g, t in zip(found, (rows, *wide, *inner), strict=True)
+        ]
+        known = dict(zip(("h", "u", "s", "p", "q", "v", "z", "r", "y"), found[12:], strict=True))
+        terms = _terms(rows.detach(), [t.detach() for t in wide], steps, gradients, known, output)
+        by_row[output].append(steps[output].detach())
+        by_row["dx"].append(found[0])
+        for name in largest:
+            pair = zip(largest[name], map(_largest, terms[name]), strict=True)
+            largest[name] = tuple(max(a, b) for a, b in pair)
+        for name, value in zip(names[2:], found[1:12], strict=True):
+            parts = (value, *map(_finite, terms[name]))
+            sums[name] = [a + b for a, b in zip(sums.get(name, (0, 0, 0)), parts, strict=True)]
+    values = {name: torch.cat(parts) for name, parts in by_row.items()}
+    for name, (value, last, inside) in sums.items():
+        values[name] = value
+        largest[name] = _largest(last), _largest(inside)
+    dtypes = {name: t.dtype for name, t in zip(names[2:], weights, strict=True)}
+    dtypes |= {output: x.dtype, "dx": x.dtype}
+    if output == "score":
+        dtypes["score"] = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return {
+        name: Expected(values[name], _scale(*largest[name], dtypes[name], x.dtype))
+        for name in names
+    }
+
+
+def _terms(x, weights, steps, gradient, d, output) -> dict[str, tuple[Tensor, Tensor]]:
+    """The sums of |terms| behind the elements of every output: of the outermost sum, and of the
+    sums inside that. Upper-case names are sums of |terms|, propagated to first order; `d` has the
+    gradients of the values on the way.
+    """
+    g, _, we, be, basis, g2, b2, wm, bm, wd, bd = (t.abs() for t in weights)
+    b = weights[1].abs()
+    steps = {name: value.detach() for name, value in steps.items()}
+    length = basis.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    unit = basis / length
+    slots = x.reshape(steps["y"].shape).abs()
+
+    def norm(values, weight, bias, like):
+        """Of a LayerNorm: its sums of |terms|, those of the normalised value, and 1 / deviation."""
+        scale = (like.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+        normal = (values + values.mean(-1, keepdim=True)) * scale
+        return normal * weight + bias, normal, scale
+
+    def norm_gradient(gradient, weight, normal, scale):
+        through = gradient * weight
+        along = normal * (through * normal).mean(-1, keepdim=True)
+        return (through + through.mean(-1, keepdim=True) + along) * scale
+
+    def normalised(values):
+        return F.layer_norm(values, values.shape[-1:]).abs()
+
+    cdf, density = (lambda t: torch.special.ndtr(t)), (lambda t: (-t * t / 2).exp() * 0.39894228)
+    slope = {n: (cdf(steps[n]) + steps[n] * density(steps[n])).abs() for n in "uv"}
+    bend = {n: (density(steps[n]) * (2 - steps[n] ** 2)).abs() for n in "uv"}
+    h, s, q, z, r = (steps[name].abs() for name in ("h", "s", "q", "latent", "r"))
+    dh, du, ds, dp, dq, dv, dz, dr, dy = (value.abs() for value in d.values())
+
+    H, XN, scale = norm(slots, g, b, x.reshape(slots.shape))
+    U = F.linear(H, we, be)
+    S = slope["u"] * U + s
+    P = F.linear(S.flatten(1), unit)
+    Q, PN, scale2 = norm(P, g2, b2, steps["p"])
+    V = F.linear(Q, wm, bm)
+    Z = slope["v"] * V + z
+    R = (Z @ unit).unflatten(1, r.shape[1:])
+    Y = F.linear(R, wd, bd)
+
+    xn, pn = normalised(x.reshape(slots.shape)), normalised(steps["p"])
+    values = slots[0].numel()
+    DY = torch.zeros_like(dy)
+    if output == "score":
+        DY = gradient.abs()[:, None, None] * 2 / values * (Y + slots)
+    DR = (dy + DY) @ wd
+    DZ = F.linear(DR.flatten(1), unit) if output != "latent" else dz
+    DV = slope["v"] * DZ + bend["v"] * V * dz
+    DQ = DV @ wm
+    DP = norm_gradient(DQ, g2, pn, scale2) + dp * PN
+    DS = (DP @ unit).unflatten(1, s.shape[1:])
+    DU = slope["u"] * DS + bend["u"] * U * ds
+    DH = DU @ we
+
+    z, Z, q, Q, r, R, s, S = map(_finite, (z, Z, q, Q, r, R, s, S))
+    dp, DP, dr, DR, dv, DV = map(_finite, (dp, DP, dr, DR, dv, DV))
+
+    def outer(a, b):
+        return a.flatten(0, -2).T @ b.flatten(0, -2)
+
+    def to_basis(last):
+        """Through the length of each row."""
+        return (last + unit * (unit * last).sum(1, keepdim=True)) / length
+
+    outputs = {
+        "reconstruction": (F.linear(r, wd, bd), Y),
+        "latent": (slope["v"] * F.linear(q, wm, bm) + z, Z),
+        "score": (steps["score"], ((steps["y"].abs() + slots) * (Y + slots)).mean((1, 2)) * 2),
+    }
+    apart = dy if output == "score" else torch.zeros_like(dy)
+    return {
+        output: outputs[output],
+        "dx": (norm_gradient(dh, g, xn, scale) + apart, norm_gradient(DH, g, xn, scale) + DY),
+        "dnorm_weight": ((dh * xn).sum((0, 1)), (DH * xn + dh * XN).sum((0, 1))),
+        "dnorm_bias": (dh.sum((0, 1)), DH.sum((0, 1))),
+        "dencoder_weight": (outer(du, h), outer(DU, h) + outer(du, H)),
+        "dencoder_bias": (du.sum((0, 1)), DU.sum((0, 1))),
+        "dbasis": (
+            to_basis(outer(dp, s.flatten(1)) + outer(z, dr.flatten(1))),
+            to_basis(
+                outer(DP, s.flatten(1))
+                + outer(dp, S.flatten(1))
+                + outer(Z, dr.flatten(1))
+                + outer(z, DR.flatten(1))
+            ),
+        ),
+        "dmid_norm_weight": ((dq * pn).sum(0), (DQ * pn + dq * PN).sum(0)),
+        "dmid_norm_bias": (dq.sum(0), DQ.sum(0)),
+        "dmid_weight": (outer(dv, q), outer(DV, q) + outer(dv, Q)),
+        "dmid_bias": (dv.sum(0), DV.sum(0)),
+        "ddecoder_weight": (outer(dy, r), outer(DY, r) + outer(dy, R)),
+        "ddecoder_bias": (dy.sum((0, 1)), DY.sum((0, 1))),
+    }
+
+
+def _scale(last: float, inside: float, dtype: torch.dtype, data: torch.dtype) -> float:
+    """The outermost sum rounds in `dtype`. Those inside are kept in the accumulator's precision,
+    so for half types they count with the accumulator's eps and not with half's."""
+    accumulator = torch.float64 if data == torch.float64 else torch.float32
+    return last + inside * torch.finfo(accumulator).eps / torch.finfo(dtype).eps
+
+
+def _largest(terms: Tensor) -> float:
+    return _finite(terms).max().item() if terms.numel() else 0.0
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _weight_count(case: Case) -> int:
+    _, frames, mels = case.shape
+    sizes = (mels, frames, case.extra["latent"], case.extra["slice_latent"])
+    return sum(torch.Size(shape).numel() for shape in shapes(*sizes).values())
+
+
+def bytes_moved(case: Case, mode: str) -> int:
+    """Forward reads x and writes the output; backward reads x and the gradient and writes dx; the
+    weights are read each way and their gradients written. The reconstruction is as large as x."""
+    rows, frames, mels = case.shape
+    row = frames * mels
+    out = row if case.extra["output"] == "reconstruction" else 1
+    forward, backward = row + out, 2 * row + out
+    elements = rows * (forward + backward) + 3 * _weight_count(case)
+    if mode != BOTH:
+        elements = rows * forward + _weight_count(case)
+    return elements * case.dtype.itemsize
+
+
+def operations(case: Case, mode: str) -> int:
+    """Of the matrix products as the model states them, once forward and twice backward. Folding the
+    decoder into the basis takes a third less: such an implementation may fall below this floor."""
+    rows, frames, mels = case.shape
+    latent, slices = case.extra["latent"], case.extra["slice_latent"]
+    products = 2 * frames * mels * slices + 2 * frames * slices * latent + latent * latent
+    return 2 * rows * products * (3 if mode == BOTH else 1)
+
+
+FAMILY = Family(
+    name="autoencoder",
+    rank=3,
+    extra={"latent": None, "slice_latent": None, "output": ("reconstruction", "score")},
+    build=build,
+    reference=reference,
+    bytes_moved=bytes_moved,
+    operations=operations,
+    checked=tuple(
+        Case(
+            "autoencoder",
+            f"{name} {output}",
+            shape,
+            "float32",
+            extra={"latent": latent, "slice_latent": slices, "output": output},
+        )
+        for name, shape, latent, slices in (
+            ("37 rows", (37, 5, 64), 32, 64),
+            ("odd", (5, 3, 33), 7, 19),
+            ("one row", (1, 5, 64), 32, 64),
+        )
+        for output in ("reconstruction", "score")
+    ),
+    layouts=("contiguous", "channels_last"),
+)

@@ -1,0 +1,130 @@
+"""SpectralShapeAutoencoder: reconstructs frames of log-mel values, and scores how well."""
+
+from os import PathLike
+
+import torch
+from torch import Tensor, nn
+
+from ..nn._checks import floating, whole
+from ._autoencoder import autoencoder
+
+
+class SpectralShapeAutoencoder(nn.Module):
+    """An autoencoder for machine sounds, every output as one fused operator each way.
+
+    A row is `frames` frames of `n_mels` log-mel values. Every frame is encoded by itself, the
+    frames together are projected on a basis of `latent_dim` spectral shapes of length one, a small
+    layer works on the coordinates, and the same basis leads back:
+
+        s_f = GELU(slice_encoder(x_f))
+        z   = GELU(bottleneck_mlp(B s))
+        y_f = slice_decoder((B^T z)_f)
+
+    The submodules hold the parameters, under the names of the state dict, and are not called.
+
+    Args:
+        n_mels: values of a frame.
+        frames: frames of a row.
+        latent_dim: number of spectral shapes.
+        slice_latent_dim: values that a frame is encoded in.
+    """
+
+    def __init__(
+        self,
+        n_mels: int = 64,
+        frames: int = 5,
+        latent_dim: int = 32,
+        slice_latent_dim: int = 64,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        sizes = {
+            "n_mels": n_mels,
+            "frames": frames,
+            "latent_dim": latent_dim,
+            "slice_latent_dim": slice_latent_dim,
+        }
+        for name, value in sizes.items():
+            whole(name, value)
+        floating(dtype)
+        self.n_mels, self.frames = n_mels, frames
+        self.latent_dim, self.slice_latent_dim = latent_dim, slice_latent_dim
+        where = {"device": device, "dtype": dtype}
+        self.slice_encoder = nn.Sequential(
+            nn.LayerNorm(n_mels, **where), nn.Linear(n_mels, slice_latent_dim, **where)
+        )
+        self.global_basis = nn.Parameter(
+            torch.empty(latent_dim, frames * slice_latent_dim, **where)
+        )
+        self.bottleneck_mlp = nn.Sequential(
+            nn.LayerNorm(latent_dim, **where), nn.Linear(latent_dim, latent_dim, **where)
+        )
+        self.slice_decoder = nn.Sequential(nn.Linear(slice_latent_dim, n_mels, **where))
+        self._reset_basis()
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew: as torch.nn's own modules do, the basis from N(0, 1)."""
+        for part in (*self.slice_encoder, *self.bottleneck_mlp, *self.slice_decoder):
+            part.reset_parameters()
+        self._reset_basis()
+
+    def _reset_basis(self) -> None:
+        nn.init.normal_(self.global_basis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The reconstruction of every row of x, `[B, frames * n_mels]` or `[B, frames, n_mels]`;
+        x's shape, dtype (autocast's, where that is on) and layout."""
+        return self._run(x, "reconstruction")
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The latent of every row, `[B, latent_dim]`."""
+        return self._run(x, "latent")
+
+    def anomaly_score(self, x: Tensor) -> Tensor:
+        """The mean squared error of every row's reconstruction, `[B]`; float32 for half data.
+
+        The reconstruction itself is never written. A training loss is its mean.
+        """
+        return self._run(x, "score")
+
+    def _run(self, x: Tensor, output: str) -> Tensor:
+        weights = []
+        parts = self._modules
+        for name in ("slice_encoder", "bottleneck_mlp", "slice_decoder"):
+            for part in parts[name]._modules.values():
+                weights += _parameter(part, "weight"), _parameter(part, "bias")
+        weights.insert(4, _parameter(self, "global_basis"))
+        return autoencoder(x, *weights, output=output)
+
+    def save_safetensors(
+        self, path: str | PathLike, metadata: dict[str, str] | None = None
+    ) -> None:
+        """Writes the weights, and texts beside them, as a `.safetensors` file, which
+        `fusewise::Safetensors` reads in C++ and `safetensors.torch.load_file` here. Needs the
+        package safetensors."""
+        try:
+            from safetensors.torch import save_file
+        except ImportError as error:
+            message = "save_safetensors needs the package safetensors: pip install safetensors"
+            raise ImportError(message) from error
+        tensors = {name: t.detach().contiguous() for name, t in self.state_dict().items()}
+        save_file(tensors, path, metadata={"model": type(self).__name__, **(metadata or {})})
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        # Checkpoints of old have a decoder of their own that no output ever depended on.
+        state_dict.pop(prefix + "global_decoder.weight", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return (
+            f"n_mels={self.n_mels}, frames={self.frames}, latent_dim={self.latent_dim}, "
+            f"slice_latent_dim={self.slice_latent_dim}"
+        )
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor:
+    """Past Module.__getattr__, which would cost more than the operator does on few rows. Who is
+    pruned or parametrized keeps it elsewhere and is asked in the ordinary way."""
+    value = module._parameters.get(name)
+    return getattr(module, name) if value is None else value

@@ -1,0 +1,340 @@
+// The autoencoder on the CPU: which rows run where, and how sums over rows come together.
+// Forward: every thread takes blocks of rows as they come. Backward: rows are cut into groups that
+// depend on their number alone, each with sums of its own, which are added in the groups' order; so
+// nothing depends on the threads. What bounds it: arithmetic.
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <new>
+
+#include "common/backends.h"
+#include "cpu/autoencoder_kernels.h"
+#include "cpu/instruction_sets.h"
+#include "cpu/threads.h"
+
+namespace fusewise::cpu {
+namespace {
+
+using autoencoder::Index;
+using autoencoder::Kernels;
+using autoencoder::KernelSet;
+using autoencoder::Model;
+using autoencoder::Outputs;
+using autoencoder::Sizes;
+using autoencoder::Strided;
+using autoencoder::Sums;
+using autoencoder::Tensors;
+
+// Chosen by measurement on two Zen 4 cores with 1 MB of L2 each.
+constexpr Index kGroupRows = 64;  // at least so many, or adding the sums costs too much
+constexpr Index kGroups = 32;     // at most
+
+/// Memory that a thread keeps from call to call, so that none is allocated but the result.
+template <typename A>
+class Kept {
+ public:
+  Kept() = default;
+  ~Kept() { ::operator delete(data_, kAlignment); }
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+
+  A* at_least(Index count) {
+    if (count > size_) {
+      ::operator delete(data_, kAlignment);
+      size_ = 0;
+      data_ = static_cast<A*>(::operator new(count * sizeof(A), kAlignment, std::nothrow));
+      if (data_ == nullptr) throw OutOfMemory("no memory for the scratch of a thread");
+      size_ = count;
+    }
+    return data_;
+  }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  A* data_ = nullptr;
+  Index size_ = 0;
+};
+
+// Weights. ---------------------------------------------------------------------------------------
+
+template <typename Pointer>
+constexpr std::array kPointers = {
+    &Tensors<Pointer>::norm_weight,    &Tensors<Pointer>::norm_bias,
+    &Tensors<Pointer>::encoder_weight, &Tensors<Pointer>::encoder_bias,
+    &Tensors<Pointer>::basis,          &Tensors<Pointer>::mid_norm_weight,
+    &Tensors<Pointer>::mid_norm_bias,  &Tensors<Pointer>::mid_weight,
+    &Tensors<Pointer>::mid_bias,       &Tensors<Pointer>::decoder_weight,
+    &Tensors<Pointer>::decoder_bias,
+};
+constexpr std::size_t kWeights = std::size(kAutoencoderWeights);
+
+std::array<Index, kWeights> counts(const AutoencoderWeights& weights) {
+  std::array<Index, kWeights> found{};
+  for (std::size_t i = 0; i < kWeights; ++i) {
+    found[i] = (weights.*kAutoencoderWeights[i].weight).numel();
+  }
+  return found;
+}
+
+Sizes sizes_of(const AutoencoderWeights& weights) {
+  const Index slice = weights.encoder_weight.sizes[0], latent = weights.basis.sizes[0];
+  return {weights.encoder_weight.sizes[1], weights.basis.sizes[1] / slice, latent, slice};
+}
+
+/// What a thread made of the weights it saw last: they are often the same from call to call. To
+/// compare them costs a fiftieth of folding the decoder, and nobody has to say when they change.
+template <typename A>
+struct Folding {
+  Kept<A> memory, widened;
+  Sizes sizes{};
+  bool foldable = false;
+
+  template <typename W>
+  Model<A> model(const Kernels<W>& kernels, const AutoencoderWeights& weights) {
+    Model<A> model{};
+    model.sizes = sizes_of(weights);
+    read(kernels, weights, model);
+    const Index basis = counts(weights)[4], decoder = counts(weights)[9];
+    const Index folded = model.sizes.frames * model.sizes.latent * model.sizes.mels;
+    const bool fits = std::memcmp(&sizes, &model.sizes, sizeof(sizes)) == 0;
+    A* seen_basis = memory.at_least(basis + 2 * decoder + folded + model.sizes.latent);
+    A* seen_decoder = seen_basis + basis;
+    A* folded_decoder = seen_decoder + decoder;
+    A* inverse_lengths = folded_decoder + folded;
+    A* scratch = inverse_lengths + model.sizes.latent;
+    if (!fits || std::memcmp(seen_basis, model.weights.basis, basis * sizeof(A)) != 0 ||
+        std::memcmp(seen_decoder, model.weights.decoder_weight, decoder * sizeof(A)) != 0) {
+      std::copy_n(model.weights.basis, basis, seen_basis);
+      std::copy_n(model.weights.decoder_weight, decoder, seen_decoder);
+      foldable = kernels.fold(model.sizes, model.weights, inverse_lengths, folded_decoder, scratch);
+      sizes = model.sizes;
+    }
+    model.folded_decoder = folded_decoder;
+    model.inverse_lengths = inverse_lengths;
+    model.foldable = foldable;
+    return model;
+  }
+
+ private:
+  /// The weights themselves, or where they are halves the same in float32.
+  template <typename W>
+  void read(const Kernels<W>& kernels, const AutoencoderWeights& weights, Model<A>& model) {
+    const std::array<Index, kWeights> count = counts(weights);
+    A* to = nullptr;
+    if constexpr (!std::is_same_v<W, A>) {
+      Index all = 0;
+      for (const Index each : count) all += each;
+      to = widened.at_least(all);
+    }
+    for (std::size_t i = 0; i < kWeights; ++i) {
+      const auto* from = static_cast<const W*>((weights.*kAutoencoderWeights[i].weight).data);
+      if constexpr (std::is_same_v<W, A>) {
+        model.weights.*kPointers<const A*>[i] = from;
+      } else {
+        kernels.widen(from, count[i], to);
+        model.weights.*kPointers<const A*>[i] = to;
+        to += count[i];
+      }
+    }
+  }
+};
+
+/// Kept for each instruction set by itself, as their sums differ in the last bits.
+template <typename A, const KernelSet& kKernels>
+Folding<A>& folding() {
+  thread_local Folding<A> kept;
+  return kept;
+}
+
+// Data. ------------------------------------------------------------------------------------------
+
+/// [N, F M] or [N, F, M] as rows of frames of features.
+template <typename T>
+Strided<T> frames_of(const TensorView& t, const Sizes& sizes) {
+  if (!t.defined()) return {nullptr, 0, 0, 0};
+  auto* data = static_cast<T*>(t.data);
+  if (t.rank == 3) return {data, t.strides[0], t.strides[1], t.strides[2]};
+  return {data, t.strides[0], sizes.mels * t.strides[1], t.strides[1]};
+}
+
+template <typename T, typename S>
+Outputs<T, S> outputs_of(const TensorView& y, const TensorView& latent, const TensorView& score,
+                         const Sizes& sizes) {
+  Outputs<T, S> out{frames_of<T>(y, sizes), {nullptr, 0, 0, 0}, nullptr, 0};
+  if (latent.defined()) {
+    out.latent = {static_cast<T*>(latent.data), latent.strides[0], 0, latent.strides[1]};
+  }
+  if (score.defined()) {
+    out.score = static_cast<S*>(score.data);
+    out.score_step = score.strides[0];
+  }
+  return out;
+}
+
+// Both ways. -------------------------------------------------------------------------------------
+
+template <typename T, typename W, const KernelSet& kSet>
+struct Forward {
+  using A = AccumulatorOf<T>;
+
+  static void run(const Context& context, const AutoencoderForward& call, const Kernels<T>& kernels,
+                  const Kernels<W>& weight_kernels) {
+    const Index rows = call.x.sizes[0];
+    const Index together = kernels.rows;
+    // Half blocks where whole ones would leave a thread without work.
+    const Index all = threads(context);
+    const Index step = rows < all * together ? together / 2 : together;
+    const Index workers = std::clamp<Index>((rows + step - 1) / step, rows > 0 ? 1 : 0, all);
+    std::atomic<Index> next{0};
+    parallel_for(context, workers, [&](Index begin, Index end) {
+      thread_local Kept<A> scratch;
+      const Model<A> model = folding<A, kSet>().model(weight_kernels, call.weights);
+      const auto x = frames_of<const T>(call.x, model.sizes);
+      const auto out = outputs_of<T, A>(call.y, call.latent, call.score, model.sizes);
+      A* memory = scratch.at_least(kernels.scratch(model.sizes, false));
+      for (Index worker = begin; worker < end; ++worker) {
+        for (Index row; (row = next.fetch_add(step)) < rows;) {
+          kernels.forward(model, x, out, static_cast<A*>(call.projection.data), row,
+                          std::min(row + step, rows), memory);
+        }
+      }
+    });
+  }
+};
+
+template <typename T, typename W, const KernelSet& kSet>
+struct Backward {
+  using A = AccumulatorOf<T>;
+
+  /// Where the sums of a group lie in its memory, and what is wanted at all.
+  struct Layout {
+    std::array<Index, kWeights> offset{}, count{};
+    std::array<bool, kWeights> wanted{};
+    Index folded = 0, folded_count = 0;
+    bool folded_wanted = false;
+    Index all = 0;
+
+    Layout(const AutoencoderBackward& call, const Sizes& sizes) : count(counts(call.weights)) {
+      constexpr Index kLine = 64 / sizeof(A);
+      const auto take = [&](Index elements) {
+        const Index at = all;
+        all += (elements + kLine - 1) / kLine * kLine;
+        return at;
+      };
+      for (std::size_t i = 0; i < kWeights; ++i) {
+        wanted[i] = (call.gradients.*kAutoencoderWeights[i].weight).defined();
+      }
+      const bool decodes = !call.dlatent.defined();
+      folded_wanted = decodes && (wanted[4] || wanted[9]);
+      summed_ = wanted;
+      summed_[3] = wanted[3] || wanted[2];  // the encoder's weight needs that of its bias
+      for (std::size_t i = 0; i < kWeights; ++i) {
+        if (summed_[i]) offset[i] = take(count[i]);
+      }
+      folded_count = sizes.frames * sizes.mels * sizes.latent;
+      if (folded_wanted) folded = take(folded_count);
+    }
+
+    Sums<A> at(A* memory) const {
+      Sums<A> sums{};
+      for (std::size_t i = 0; i < kWeights; ++i) {
+        if (summed_[i]) sums.weights.*kPointers<A*>[i] = memory + offset[i];
+      }
+      if (folded_wanted) sums.folded_decoder = memory + folded;
+      return sums;
+    }
+
+   private:
+    std::array<bool, kWeights> summed_{};
+  };
+
+  static void run(const Context& context, const AutoencoderBackward& call,
+                  const Kernels<T>& kernels, const Kernels<W>& weight_kernels) {
+    const Index rows = call.x.sizes[0];
+    const Index per_group = std::max(
+        kGroupRows, ((rows + kGroups - 1) / kGroups + kGroupRows - 1) / kGroupRows * kGroupRows);
+    const Index groups = std::max<Index>(1, (rows + per_group - 1) / per_group);
+    const Layout layout(call, sizes_of(call.weights));
+    thread_local Kept<A> kept;
+    A* sums = kept.at_least(groups * layout.all);
+
+    parallel_for(context, groups, [&](Index begin, Index end) {
+      thread_local Kept<A> scratch;
+      const Model<A> model = folding<A, kSet>().model(weight_kernels, call.weights);
+      const auto x = frames_of<const T>(call.x, model.sizes);
+      const auto gradient =
+          outputs_of<const T, const A>(call.dy, call.dlatent, call.dscore, model.sizes);
+      const auto dx = frames_of<T>(call.dx, model.sizes);
+      A* memory = scratch.at_least(kernels.scratch(model.sizes, true));
+      for (Index group = begin; group < end; ++group) {
+        A* own = sums + group * layout.all;
+        std::fill_n(own, layout.all, A(0));
+        const Index first = group * per_group, last = std::min(first + per_group, rows);
+        kernels.backward(model, x, gradient, static_cast<const A*>(call.projection.data), dx,
+                         layout.at(own), first, last, memory);
+      }
+    });
+
+    constexpr Index kPart = 4096;
+    const Index parts = groups > 1 ? (layout.all + kPart - 1) / kPart : 0;
+    parallel_for(context, parts, [&](Index begin, Index end) {
+      const Index first = begin * kPart, last = std::min(end * kPart, layout.all);
+      for (Index group = 1; group < groups; ++group) {
+        kernels.add(sums + group * layout.all + first, last - first, sums + first);
+      }
+    });
+
+    if (layout.all == 0) return;
+    const Model<A> model = folding<A, kSet>().model(weight_kernels, call.weights);
+    thread_local Kept<A> scratch;
+    kernels.finish(model, layout.at(sums), scratch.at_least(layout.folded_count));
+    for (std::size_t i = 0; i < kWeights; ++i) {
+      if (!layout.wanted[i]) continue;
+      auto* to = static_cast<W*>((call.gradients.*kAutoencoderWeights[i].weight).data);
+      weight_kernels.narrow(sums + layout.offset[i], layout.count[i], to);
+    }
+  }
+};
+
+// The list. --------------------------------------------------------------------------------------
+
+template <template <typename, typename, const KernelSet&> class Direction, const KernelSet& kSet,
+          typename Call>
+void run(const Context& context, const Call& call) {
+  const bool same = call.weights.basis.dtype == call.x.dtype;
+  switch (call.x.dtype) {
+    case DType::f32:
+      return Direction<float, float, kSet>::run(context, call, kSet.f32, kSet.f32);
+    case DType::f64:
+      return Direction<double, double, kSet>::run(context, call, kSet.f64, kSet.f64);
+    case DType::f16:
+      if (same) return Direction<F16, F16, kSet>::run(context, call, kSet.f16, kSet.f16);
+      return Direction<F16, float, kSet>::run(context, call, kSet.f16, kSet.f32);
+    case DType::bf16:
+      if (same) return Direction<BF16, BF16, kSet>::run(context, call, kSet.bf16, kSet.bf16);
+      return Direction<BF16, float, kSet>::run(context, call, kSet.bf16, kSet.f32);
+    case DType::u8:
+      return;  // refused before
+  }
+}
+
+constexpr Implementation<AutoencoderForward> kForward[] = {
+    {"avx512", needs_avx512, run<Forward, avx512::autoencoder_kernels>},
+    {"avx2", needs_avx2, run<Forward, avx2::autoencoder_kernels>},
+    {"portable", needs_nothing, run<Forward, portable::autoencoder_kernels>},
+};
+
+constexpr Implementation<AutoencoderBackward> kBackward[] = {
+    {"avx512", needs_avx512, run<Backward, avx512::autoencoder_kernels>},
+    {"avx2", needs_avx2, run<Backward, avx2::autoencoder_kernels>},
+    {"portable", needs_nothing, run<Backward, portable::autoencoder_kernels>},
+};
+
+}  // namespace
+
+Implementations<AutoencoderForward> autoencoder_forward() { return kForward; }
+Implementations<AutoencoderBackward> autoencoder_backward() { return kBackward; }
+
+}  // namespace fusewise::cpu

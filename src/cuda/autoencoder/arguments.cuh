@@ -1,0 +1,72 @@
+#pragma once
+
+// What the autoencoder's launchers take: plain pointers, sizes and flags. Whoever calls has checked
+// them. Memory is dense and row-major but for the rows of x.
+
+#include <cstdint>
+#include <string>
+
+#include "fusewise/context.h"
+
+namespace fusewise::cuda {
+
+struct AutoencoderSizes {
+  std::int64_t rows = 0;
+  int n_mels = 64;
+  int frames = 5;
+  int latent = 32;
+  int slice_latent = 64;
+};
+
+/// The eleven parameters, or their gradients; Pointer is const void* or void*.
+template <typename Pointer>
+struct AutoencoderTensors {
+  Pointer norm_weight{};      ///< slice_encoder.0.weight   [n_mels]
+  Pointer norm_bias{};        ///< slice_encoder.0.bias     [n_mels]
+  Pointer encoder_weight{};   ///< slice_encoder.1.weight   [slice_latent, n_mels]
+  Pointer encoder_bias{};     ///< slice_encoder.1.bias     [slice_latent]
+  Pointer basis{};            ///< global_basis             [latent, frames * slice_latent]
+  Pointer mid_norm_weight{};  ///< bottleneck_mlp.0.weight  [latent]
+  Pointer mid_norm_bias{};    ///< bottleneck_mlp.0.bias    [latent]
+  Pointer mid_weight{};       ///< bottleneck_mlp.1.weight  [latent, latent]
+  Pointer mid_bias{};         ///< bottleneck_mlp.1.bias    [latent]
+  Pointer decoder_weight{};   ///< slice_decoder.0.weight   [n_mels, slice_latent]
+  Pointer decoder_bias{};     ///< slice_decoder.0.bias     [n_mels]
+};
+
+/// Any of the results may be null; what only a null one needs is not computed.
+struct AutoencoderForwardArguments {
+  AutoencoderSizes sizes;
+  AutoencoderTensors<const void*> parameters;
+  DType dtype = DType::f32;            ///< of x, out and z; score has f32 beside halves
+  DType parameter_dtype = DType::f32;  ///< dtype, or f32 beside halves
+  bool tf32 = false;                   ///< f32 data may be multiplied as TF32
+  const void* x = nullptr;             ///< [rows, frames * n_mels]
+  std::int64_t x_stride = 0;           ///< elements between rows of x
+  void* out = nullptr;                 ///< [rows, frames * n_mels]
+  void* z = nullptr;                   ///< [rows, latent]
+  void* score = nullptr;               ///< [rows]
+  /// f32 (f64 for f64), [rows, latent]: c B^T, kept for backward, which is faster with it.
+  void* projection = nullptr;
+};
+
+/// d_out, d_z and d_score may be null, which stands for zero; of the results, a null one is not
+/// wanted.
+struct AutoencoderBackwardArguments {
+  AutoencoderSizes sizes;
+  AutoencoderTensors<const void*> parameters;
+  AutoencoderTensors<void*> gradients;  ///< parameter_dtype
+  DType dtype = DType::f32;
+  DType parameter_dtype = DType::f32;
+  bool tf32 = false;
+  const void* x = nullptr;
+  std::int64_t x_stride = 0;
+  const void* d_out = nullptr;    ///< dtype, [rows, frames * n_mels]
+  const void* d_z = nullptr;      ///< dtype, [rows, latent]
+  const void* d_score = nullptr;  ///< score's type, [rows]
+  /// As forward kept it; null: computed once more.
+  const void* projection = nullptr;
+  void* dx = nullptr;  ///< dtype, [rows, frames * n_mels]
+};
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,707 @@
+// All gradients of the autoencoder: forward recomputed, then back through it, 16 rows a warp, with
+// the sums over rows made from a tile in shared memory. x crosses memory once and comes twice more
+// from L2, the incoming gradient and dx once. Bound by the tensor cores, in float32 and TF32.
+
+#include "cuda/autoencoder/backward.cuh"
+
+#include <algorithm>
+
+#include "common/scratch.h"
+#include "cuda/autoencoder/gradients.cuh"
+#include "cuda/autoencoder/rows.cuh"
+#include "cuda/copy_async.cuh"
+#include "cuda/launch.cuh"
+
+namespace fusewise::cuda {
+namespace autoencoder {
+namespace {
+
+constexpr int kMostWarps = 8;
+
+/// The columns of the tile in shared memory: what the sums over rows are made of.
+struct TileLayout {
+  int outer;    ///< a frame of the output's gradient, later of the normalised input
+  int inner;    ///< z, later the projection's gradient
+  int hidden;   ///< gradient in front of a GELU
+  int slice;    ///< behind the encoder's GELU; the bottleneck's normalised input
+  int columns;  ///< a multiple of 32
+};
+
+__host__ __device__ constexpr TileLayout tile_layout(int mels, int latents, int slices) {
+  TileLayout t{};
+  const int wide = 16 * (slices > latents ? slices : latents);
+  t.outer = 0;
+  t.inner = 16 * mels;
+  t.hidden = t.inner + 16 * latents;
+  t.slice = t.hidden + wide;
+  t.columns = (t.slice + wide + 31) / 32 * 32;
+  return t;
+}
+inline TileLayout tile_layout(const PackedLayout& p) {
+  return tile_layout(p.mels, p.latents, p.slices);
+}
+
+struct Arguments {
+  const void *x, *d_out, *d_z;
+  const float *d_score, *projection;
+  void* dx;
+  const void* packed;
+  float* sums;
+  long long rows, x_stride;
+  int n_mels, frames, latent;
+  PackedLayout layout;
+  TileLayout tile;
+  SumsLayout at;
+  WantedSums wanted;
+  int decode_groups;  // of a frame's decoder that are needed: the score needs both directions
+  int room;           // groups of the largest part that is a frame's own
+};
+
+/// Where a value lies in the tile. The columns of every four rows are shifted against each other:
+/// neither a warp's stores nor its loads, four rows by eight columns, share a bank.
+__device__ __forceinline__ int tile_at(int row, int column, int columns) {
+  return row * columns + (column ^ ((row & 1) << 4 | (row & 2) << 2));
+}
+
+/// kRound: as the tensor cores will see it. Not for what is summed up besides.
+template <bool kRound, int kBlocks>
+__device__ __forceinline__ void put(float* tile, int columns, const Block (&blocks)[kBlocks],
+                                    int count, int first_column) {
+  const int lane = threadIdx.x % 32, row = warp_index() * 16 + lane / 4, t = lane % 4;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    if (b >= count) break;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[i] = kRound ? __uint_as_float(round_to_tf32(blocks[b].v[r][i])) : blocks[b].v[r][i];
+      }
+      *reinterpret_cast<float4*>(tile + tile_at(row + 8 * r, first_column + 16 * b + 4 * t,
+                                                columns)) = make_float4(v[0], v[1], v[2], v[3]);
+    }
+  }
+}
+
+/// c[j] += a^T b over eight rows, for 16 columns of a and 8 * kTiles of b, which is rounded already
+/// where it is to be. Terms of one result are
+/// kept apart, as each waits for the one before it.
+template <bool kExact, int kTiles>
+__device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float (&a)[4],
+                                              const float (&b)[kTiles][2]) {
+  unsigned a_high[4], b_high[kTiles][2];
+  if constexpr (kExact) {
+    unsigned a_low[4], b_low[kTiles][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a_high[i] = __float_as_uint(a[i]);
+      a_low[i] = dropped(a[i]);
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      split(b[j][0], b_high[j][0], b_low[j][0]);
+      split(b[j][1], b_high[j][1], b_low[j][1]);
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      mma_tf32(c[j][0], c[j][1], c[j][2], c[j][3], a_low[0], a_low[1], a_low[2], a_low[3],
+               b_high[j][0], b_high[j][1]);
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      mma_tf32(c[j][0], c[j][1], c[j][2], c[j][3], a_high[0], a_high[1], a_high[2], a_high[3],
+               b_low[j][0], b_low[j][1]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a_high[i] = round_to_tf32(a[i]);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      b_high[j][0] = __float_as_uint(b[j][0]);
+      b_high[j][1] = __float_as_uint(b[j][1]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+    mma_tf32(c[j][0], c[j][1], c[j][2], c[j][3], a_high[0], a_high[1], a_high[2], a_high[3],
+             b_high[j][0], b_high[j][1]);
+  }
+}
+
+/// sum[m][n] += sum over the tile's rows of column a + m times column b + n, m < 16 * a_blocks,
+/// n < 16 * b_blocks, and where `bias` is given, bias[m] += the sum of column a + m. `job` is the
+/// first piece of 16 by 8 * kTiles that this warp does, of every `warps`. Unless `ready`, the
+/// block's barrier for the tile is passed on the way. The tile's sum is made in the tensor cores,
+/// which drop what does not fit, and added with rounding.
+template <bool kExact, int kTiles>
+__device__ __forceinline__ void add_products(const float* tile, int columns, int rows, int a,
+                                             int a_blocks, int b, int b_blocks, float* sum,
+                                             float* bias, bool first, bool bias_first, int& job,
+                                             bool& ready, int warps) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int across = 2 * b_blocks / kTiles, jobs = a_blocks * across;
+  for (; job < jobs; job += warps) {
+    const int m = job / across * 16, n = job % across * 8 * kTiles;
+    float2 before[kTiles][2];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float* at = sum + (m + g + 8 * r) * 16 * b_blocks + n + 8 * j + 2 * t;
+        before[j][r] = first ? make_float2(0.f, 0.f) : __ldcg(reinterpret_cast<const float2*>(at));
+      }
+    }
+    // What was summed before is on its way while the block waits for the tile.
+    if (!ready) __syncthreads();
+    ready = true;
+    float c[kTiles][4] = {};
+    float row_sums[2] = {0.f, 0.f};
+#pragma unroll(kExact ? 2 : 4)
+    for (int k = 0; k < rows; k += 8) {
+      const int upper = (k + t) * columns, lower = upper + 4 * columns;
+      const int turn = (t & 1) << 4 | (t & 2) << 2;
+      const int left = (a + m + g) ^ turn, right = (a + m + g + 8) ^ turn;
+      const float av[4] = {tile[upper + left], tile[upper + right], tile[lower + left],
+                           tile[lower + right]};
+      row_sums[0] += av[0] + av[2];
+      row_sums[1] += av[1] + av[3];
+      float bv[kTiles][2];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const int column = (b + n + 8 * j + g) ^ turn;
+        bv[j][0] = tile[upper + column];
+        bv[j][1] = tile[lower + column];
+      }
+      multiply_rows<kExact>(c, av, bv);
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float* at = sum + (m + g + 8 * r) * 16 * b_blocks + n + 8 * j + 2 * t;
+        __stcg(reinterpret_cast<float2*>(at),
+               make_float2(before[j][r].x + c[j][2 * r], before[j][r].y + c[j][2 * r + 1]));
+      }
+    }
+    if (bias != nullptr && n == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float total = row_sum(row_sums[r]);
+        float* at = bias + m + g + 8 * r;
+        if (t == 0) __stcg(at, (bias_first ? 0.f : __ldcg(at)) + total);
+      }
+    }
+  }
+  job -= jobs;
+}
+
+/// The packed weights of a block. Staged: what all frames share lies in shared memory, and what is
+/// a frame's own comes in turns into two buffers, one step ahead. Else all is read through L1.
+template <typename P, bool kStaged>
+class WeightStream {
+ public:
+  using Source = Weights<P, kStaged>;
+  using Group = typename Source::Group;
+
+  __device__ __forceinline__ WeightStream(const Arguments& a, unsigned char* shared)
+      : packed_(static_cast<const Group*>(a.packed)), room_(a.room) {
+    const PackedLayout& y = a.layout;
+    if constexpr (kStaged) {
+      Group* groups = reinterpret_cast<Group*>(shared);
+      float* floats = reinterpret_cast<float*>(groups + y.resident + 2 * room_);
+      copy(groups, packed_, y.resident);
+      copy(floats, reinterpret_cast<const float*>(packed_ + y.groups), y.floats);
+      resident_ = {groups, floats};
+      buffers_ = groups + y.resident;
+    } else {
+      resident_ = {packed_, reinterpret_cast<const float*>(packed_ + y.groups)};
+    }
+  }
+  static std::int64_t shared_bytes(const PackedLayout& y, int room) {
+    return std::int64_t{sizeof(Group)} * (y.resident + 2 * room) + 4 * y.floats;
+  }
+
+  __device__ __forceinline__ const Source& resident() const { return resident_; }
+
+  /// Sends for a frame's weights, to be used in the next step.
+  __device__ __forceinline__ void fetch(int begin, int count) {
+    if constexpr (kStaged) copy(buffers_ + (1 - turn_) * room_, packed_ + begin, count);
+  }
+  /// By the whole block: what was sent for is there, and what was used before is not needed.
+  __device__ __forceinline__ void advance() {
+    if constexpr (kStaged) {
+      wait_for_copies();
+      __syncthreads();
+      turn_ = 1 - turn_;
+    }
+  }
+  /// The weights sent for before; those that lie at `begin` in the packed ones come first.
+  __device__ __forceinline__ Source current() const {
+    if constexpr (kStaged) {
+      return {buffers_ + turn_ * room_, resident_.floats};
+    } else {
+      return resident_;
+    }
+  }
+  __device__ __forceinline__ int place(int begin) const { return kStaged ? 0 : begin; }
+
+ private:
+  template <typename Element>
+  __device__ __forceinline__ void copy(Element* to, const Element* from, int count) {
+    const int vectors = count * static_cast<int>(sizeof(Element)) / 16;
+    for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
+      copy_vector(reinterpret_cast<uint4*>(to) + i, reinterpret_cast<const uint4*>(from) + i);
+    }
+  }
+
+  const Group* packed_;
+  Source resident_;
+  Group* buffers_ = nullptr;
+  int room_, turn_ = 0;
+};
+
+template <typename T, typename P, typename Shape>
+__global__ void __launch_bounds__(32 * kMostWarps, 1)
+    backward_kernel(const __grid_constant__ Arguments a) {
+  // Unpadded sizes and the staging of weights come together: both are for the default model.
+  constexpr bool kStaged = Shape::kWhole;
+  extern __shared__ __align__(16) unsigned char shared[];
+  float* tile = reinterpret_cast<float*>(shared);
+  const PackedLayout& y = a.layout;
+  const int warp = warp_index(), warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int mels = Shape::kWhole ? Shape::kMels : y.mels;
+  const int latents = Shape::kWhole ? Shape::kLatents : y.latents;
+  const int n_mels = Shape::kWhole ? 16 * Shape::kMels : a.n_mels;
+  const int latent = Shape::kWhole ? 16 * Shape::kLatents : a.latent;
+  const int slices = Shape::kWhole ? Shape::kSlices : y.slices;
+  const TileLayout at = Shape::kWhole ? tile_layout(mels, latents, slices) : a.tile;
+  const int columns = at.columns, tile_rows = 16 * warps;
+  constexpr int kChunk = Shape::kBackwardChunk, kTiles = Shape::kWhole ? 4 : 2;
+  const bool reconstructs = a.d_out != nullptr || a.d_score != nullptr;
+  const int decode_groups = a.decode_groups;
+  const bool to_encoder = a.dx != nullptr || a.wanted.encode || a.wanted.project;
+
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  WeightStream<P, kStaged> stream(a, shared + sizeof(float) * tile_rows * columns);
+  const auto fetch_first = [&] {
+    if (a.projection == nullptr) {
+      stream.fetch(y.project, y.project_step);
+    } else if (reconstructs) {
+      stream.fetch(y.decode_transposed, decode_groups);
+    } else {
+      stream.fetch(y.project_transposed, y.project_step);
+    }
+  };
+  fetch_first();
+  const auto& weights = stream.resident();
+  float* sums = a.sums + static_cast<long long>(blockIdx.x) * a.at.floats;
+  const long long width = static_cast<long long>(a.frames) * n_mels;
+  const float score_scale = 2.f / static_cast<float>(width);
+  const T* x_base = static_cast<const T*>(a.x);
+
+  // A frame of x, later normalised, and of the output's gradient, later of x's. Both are sent for
+  // long before they are used.
+  Block frame[Shape::kMels], gradient[Shape::kMels];
+  long long begin = static_cast<long long>(blockIdx.x) * tile_rows;
+  const long long step = static_cast<long long>(gridDim.x) * tile_rows;
+  RowPair<const T>(x_base, begin + 16 * warp, a.rows, a.x_stride)
+      .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
+  bool first = true;  // tile of this block: nothing was summed before
+  for (; begin < a.rows; begin += step, first = false) {
+    const long long row = begin + 16 * warp;
+    const RowPair<const T> x(x_base, row, a.rows, a.x_stride);
+    const RowPair<const T> d_out(static_cast<const T*>(a.d_out), row, a.rows, width);
+    const RowPair<T> dx(static_cast<T*>(a.dx), row, a.rows, width);
+
+    // Forward, as far as z.
+    Block normal[Shape::kLatents];
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) normal[l].fill(0.f);
+    if (a.projection != nullptr) {
+      RowPair<const float>(a.projection, row, a.rows, latent)
+          .template load<Shape::kWhole>(normal, 0, latents, 0, latent);
+    }
+    for (int f = 0; f < a.frames && a.projection == nullptr; ++f) {
+      stream.advance();
+      if (f + 1 < a.frames) {
+        stream.fetch(y.project + (f + 1) * y.project_step, y.project_step);
+      } else if (reconstructs) {
+        stream.fetch(y.decode_transposed, decode_groups);
+      } else {
+        stream.fetch(y.project_transposed, y.project_step);
+      }
+      const auto own = stream.current();
+      float unused[2];
+      normalise<Shape::kWhole>(frame, mels, n_mels, unused);
+      for (int chunk = 0; chunk < slices; chunk += kChunk) {
+        Block slice[kChunk];
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) {
+          slice[j].fill(weights.bias(y.encode_bias, chunk + j));
+        }
+        multiply_blocks<P, 2>(slice, kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
+        if (chunk + kChunk >= slices) {
+          // The frame after the last is the first once more, for the way back.
+          x.template load<Shape::kWhole>(
+              frame, 0, mels, static_cast<long long>(f + 1 < a.frames ? f + 1 : 0) * n_mels,
+              n_mels);
+        }
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) gelu<P::kGeluTerms>(slice[j]);
+        // A sum of its own, added with rounding: the tensor cores drop what does not fit.
+        Block part[Shape::kLatents];
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
+        multiply_blocks<P, 2>(part, latents, slice, kChunk, own,
+                              stream.place(y.project + f * y.project_step), 0, chunk, slices);
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) normal[l].add(part[l]);
+      }
+    }
+    if (a.d_out != nullptr) d_out.template load<Shape::kWhole>(gradient, 0, mels, 0, n_mels);
+    float mid_inverse_deviation[2];
+    normalise<Shape::kWhole>(normal, latents, latent, mid_inverse_deviation);
+    Block z[Shape::kLatents], slope[Shape::kLatents], dz[Shape::kLatents];
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) {
+      if (l < latents) z[l].fill(weights.bias(y.mid_bias, l));
+      dz[l].fill(0.f);
+    }
+    multiply_blocks<P, 2>(z, latents, normal, latents, weights, y.mid, 0, 0, latents);
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) {
+      if (l >= latents) break;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          z[l].v[r][i] = gelu_and_slope<P::kGeluTerms>(z[l].v[r][i], slope[l].v[r][i]);
+        }
+      }
+    }
+    if (a.d_z != nullptr) {
+      const RowPair<const T> d_z(static_cast<const T*>(a.d_z), row, a.rows, latent);
+      d_z.template load<Shape::kWhole>(dz, 0, latents, 0, latent);
+      d_z.clear_missing(dz, latents);
+    }
+
+    // Back through the decoder.
+    if (reconstructs) {
+      float scale[2] = {0.f, 0.f};
+      if (a.d_score != nullptr) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (x.real[r]) scale[r] = score_scale * a.d_score[row + lane / 4 + 8 * r];
+        }
+      }
+      for (int f = 0; f < a.frames; ++f) {
+        const long long offset = static_cast<long long>(f) * n_mels;
+        stream.advance();
+        if constexpr (!kStaged) __syncthreads();
+        if (f + 1 < a.frames) {
+          stream.fetch(y.decode_transposed + (f + 1) * y.decode_step, decode_groups);
+        } else {
+          stream.fetch(y.project_transposed, y.project_step);
+        }
+        const auto own = stream.current();
+        const int transposed = stream.place(y.decode_transposed + f * y.decode_step);
+        if (a.d_out != nullptr) {
+          d_out.clear_missing(gradient, mels);
+        } else {
+#pragma unroll
+          for (int m = 0; m < Shape::kMels; ++m) gradient[m].fill(0.f);
+        }
+        if (a.d_score != nullptr) {
+#pragma unroll
+          for (int m = 0; m < Shape::kMels; ++m) {
+            if (m >= mels) break;
+            Block original[1], result[1];
+            x.template load<Shape::kWhole>(original, m, 1, offset, n_mels);
+            result[0].fill(weights.bias(y.decode_bias, m));
+            multiply_blocks<P, 2>(result, 1, z, latents, own,
+                                  transposed + y.decode - y.decode_transposed, m, 0, latents);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const float d = scale[r] * (result[0].v[r][i] - original[0].v[r][i]);
+                gradient[m].v[r][i] += d;
+                original[0].v[r][i] = -d;
+              }
+            }
+            // What x itself has to do with the score; the way through the model is added below.
+            if (a.dx != nullptr) {
+              dx.template store<Shape::kWhole, false>(original, m, 1, offset, n_mels);
+            }
+          }
+        }
+        if (a.wanted.decode) {
+          if (f == 0) put<!P::kExact>(tile, columns, z, latents, at.inner);
+          put<false>(tile, columns, gradient, mels, at.outer);
+        }
+        Block part[Shape::kLatents];
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
+        multiply_blocks<P, 2>(part, latents, gradient, mels, own, transposed, 0, 0, mels);
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) dz[l].add(part[l]);
+        if (a.d_out != nullptr && f + 1 < a.frames) {
+          d_out.template load<Shape::kWhole>(gradient, 0, mels, offset + n_mels, n_mels);
+        }
+        if (a.wanted.decode) {
+          int job = warp;
+          bool ready = false;
+          add_products<P::kExact, 2>(tile, columns, tile_rows, at.outer, mels, at.inner, latents,
+                                     sums + a.at.q_decode + f * 256 * mels * latents,
+                                     sums + a.at.b_decode, first, first && f == 0, job, ready,
+                                     warps);
+          if (!ready) __syncthreads();
+        }
+      }
+    }
+
+    // Back through the bottleneck.
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) {
+      if (l >= latents) break;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dz[l].v[r][i] *= slope[l].v[r][i];
+      }
+    }
+    Block d_projection[Shape::kLatents];
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) d_projection[l].fill(0.f);
+    multiply_blocks<P, 2>(d_projection, latents, dz, latents, weights, y.mid_transposed, 0, 0,
+                          latents);
+    normalise_backward(d_projection, normal, latents, latent, mid_inverse_deviation);
+    if (a.wanted.mid) {
+      __syncthreads();
+      put<false>(tile, columns, dz, latents, at.hidden);
+      put<!P::kExact>(tile, columns, normal, latents, at.slice);
+      int job = warp;
+      bool ready = false;
+      add_products<P::kExact, 2>(tile, columns, tile_rows, at.hidden, latents, at.slice, latents,
+                                 sums + a.at.q_mid, sums + a.at.b_mid, first, first, job, ready,
+                                 warps);
+      if (!ready) __syncthreads();
+    }
+
+    // Back through the encoder.
+    for (int f = 0; f < a.frames && to_encoder; ++f) {
+      const long long offset = static_cast<long long>(f) * n_mels;
+      stream.advance();
+      if constexpr (!kStaged) __syncthreads();
+      if (f + 1 < a.frames) {
+        stream.fetch(y.project_transposed + (f + 1) * y.project_step, y.project_step);
+      } else if (begin + step < a.rows) {
+        fetch_first();
+      }
+      const auto own = stream.current();
+      const int project = stream.place(y.project_transposed + f * y.project_step);
+      float inverse_deviation[2];
+      normalise<Shape::kWhole>(frame, mels, n_mels, inverse_deviation);
+#pragma unroll
+      for (int m = 0; m < Shape::kMels; ++m) gradient[m].fill(0.f);
+      if (a.wanted.project && f == 0) put<false>(tile, columns, d_projection, latents, at.inner);
+      if (a.wanted.encode) put<!P::kExact>(tile, columns, frame, mels, at.outer);
+      for (int chunk = 0; chunk < slices; chunk += kChunk) {
+        Block slice[kChunk], d_slice[kChunk];
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) {
+          slice[j].fill(weights.bias(y.encode_bias, chunk + j));
+          d_slice[j].fill(0.f);
+        }
+        multiply_blocks<P, 2>(slice, kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
+        multiply_blocks<P, 2>(d_slice, kChunk, d_projection, latents, own, project, chunk, 0,
+                              latents);
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              float slope_here;
+              slice[j].v[r][i] = gelu_and_slope<P::kGeluTerms>(slice[j].v[r][i], slope_here);
+              d_slice[j].v[r][i] *= slope_here;
+            }
+          }
+        }
+        if (a.wanted.project) {
+          put<!P::kExact>(tile, columns, slice, kChunk, at.slice + 16 * chunk);
+        }
+        if (a.wanted.encode) {
+          put<false>(tile, columns, d_slice, kChunk, at.hidden + 16 * chunk);
+        }
+        if (a.dx != nullptr) {
+          multiply_blocks<P, 2>(gradient, mels, d_slice, kChunk, weights, y.encode_transposed, 0,
+                                chunk, slices);
+        }
+      }
+      if (a.dx != nullptr) {
+        normalise_backward(gradient, frame, mels, n_mels, inverse_deviation);
+        if (a.d_score != nullptr) {
+          // This lane wrote it above.
+          dx.template load<Shape::kWhole>(frame, 0, mels, offset, n_mels);
+#pragma unroll
+          for (int m = 0; m < Shape::kMels; ++m) {
+            if (m < mels) gradient[m].add(frame[m]);
+          }
+        }
+        dx.template store<Shape::kWhole, false>(gradient, 0, mels, offset, n_mels);
+      }
+      if (f + 1 < a.frames) {
+        x.template load<Shape::kWhole>(frame, 0, mels, offset + n_mels, n_mels);
+      } else {
+        RowPair<const T>(x_base, row + step, a.rows, a.x_stride)
+            .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
+      }
+      if (a.wanted.encode || a.wanted.project) {
+        int job = warp;
+        bool ready = false;
+        if (a.wanted.encode) {
+          add_products<P::kExact, kTiles>(tile, columns, tile_rows, at.hidden, slices, at.outer,
+                                          mels, sums + a.at.q_encode, sums + a.at.b_encode,
+                                          first && f == 0, first && f == 0, job, ready, warps);
+        }
+        // Smaller pieces, so that eight warps have the same to do.
+        if (a.wanted.project) {
+          add_products<P::kExact, 2>(tile, columns, tile_rows, at.inner, latents, at.slice, slices,
+                                     sums + a.at.q_project + f * 256 * latents * slices, nullptr,
+                                     first, false, job, ready, warps);
+        }
+        if (!ready) __syncthreads();
+      }
+    }
+    if (!to_encoder) {
+      // Nothing above took the place of these.
+      stream.advance();
+      fetch_first();
+      RowPair<const T>(x_base, row + step, a.rows, a.x_stride)
+          .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
+    }
+  }
+  wait_for_copies();
+}
+
+// ---- host
+
+bool is_default(const AutoencoderBackwardArguments& call) {
+  const std::int64_t bytes = size_of(call.dtype);
+  const std::int64_t width = std::int64_t{call.sizes.frames} * call.sizes.n_mels;
+  return has_default_shape(call.sizes) && rows_aligned(call.x, call.x_stride, bytes) &&
+         rows_aligned(call.d_out, width, bytes) && rows_aligned(call.dx, width, bytes) &&
+         rows_aligned(call.d_z, call.sizes.latent, bytes) &&
+         rows_aligned(call.projection, call.sizes.latent, 4);
+}
+
+int decode_groups(const AutoencoderBackwardArguments& call, const PackedLayout& y) {
+  return call.d_score != nullptr ? y.decode_step : y.decode - y.decode_transposed;
+}
+
+/// Shared memory of a block.
+std::int64_t shared_bytes(const AutoencoderBackwardArguments& call, bool staged, int warps) {
+  const PackedLayout layout = packed_layout(call.sizes, true);
+  const std::int64_t tile = std::int64_t{64} * warps * tile_layout(layout).columns;
+  if (!staged) return tile;
+  const int room = std::max(layout.project_step, decode_groups(call, layout));
+  return tile + (call.dtype == DType::f32
+                     ? WeightStream<Tf32Products, true>::shared_bytes(layout, room)
+                     : WeightStream<HalfProducts<__half>, true>::shared_bytes(layout, room));
+}
+
+AutoencoderBackwardPlan plan_for(const Context& context, const AutoencoderBackwardArguments& call) {
+  const DeviceLimits& limits = limits_of(context.device);
+  const bool staged = is_default(call) && shared_bytes(call, true, 4) <= limits.block_shared_memory;
+  // Few rows: four warps, which share the sums, on as many multiprocessors as there are.
+  const std::int64_t tiles = (call.sizes.rows + 15) / 16;
+  int warps = static_cast<int>(std::clamp<std::int64_t>(
+      (tiles + 4 * limits.multiprocessors - 1) / (4 * limits.multiprocessors) * 4, 4, kMostWarps));
+  while (warps > 1 && shared_bytes(call, staged, warps) > limits.block_shared_memory) {
+    warps = warps > 4 ? warps - 4 : warps / 2;
+  }
+  return {warps, staged};
+}
+
+template <typename P, typename Shape>
+void launch(const Context& context, const Arguments& a, int warps, std::int64_t blocks,
+            std::int64_t shared) {
+  launch_kernel({context, blocks, 32 * warps, static_cast<std::size_t>(shared), true},
+                "running the autoencoder backward", backward_kernel<typename P::Weight, P, Shape>,
+                a);
+}
+
+}  // namespace
+}  // namespace autoencoder
+
+using namespace autoencoder;
+
+std::string autoencoder_fused_declines(const Context& context,
+                                       const AutoencoderBackwardArguments& call) {
+  if (call.dtype == DType::f64) return "float64 has no matrix instruction here";
+  std::string reason = shape_declines(call.sizes);
+  if (!reason.empty()) return reason;
+  const std::int64_t most = limits_of(context.device).block_shared_memory;
+  if (basis_shared_bytes(call.sizes) > most) return "a basis vector does not fit in shared memory";
+  if (shared_bytes(call, false, 1) > most) return "16 rows do not fit in shared memory";
+  return {};
+}
+
+void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call) {
+  autoencoder_fused_run(context, call, plan_for(context, call));
+}
+
+void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call,
+                           AutoencoderBackwardPlan plan) {
+  const AutoencoderSizes& sizes = call.sizes;
+  const PackedLayout layout = packed_layout(sizes, true);
+  const SumsLayout at = sums_layout(layout);
+  const PackedKind kind = packed_kind(call.dtype, call.tf32);
+  const std::int64_t packed = packed_bytes(layout, kind);
+  const Scratch<unsigned char> memory(context, packed);
+  const WantedSums wanted = wanted_sums(call);
+  const std::int64_t tile_rows = 16 * plan.warps;
+  const std::int64_t blocks = std::clamp<std::int64_t>((sizes.rows + tile_rows - 1) / tile_rows, 0,
+                                                       limits_of(context.device).multiprocessors);
+  const Scratch<float> sums(context,
+                            wanted.any() ? at.floats * std::max<std::int64_t>(blocks, 1) : 0);
+  pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, true,
+               layout, memory.data());
+  const Arguments a{call.x,
+                    call.d_out,
+                    call.d_z,
+                    static_cast<const float*>(call.d_score),
+                    static_cast<const float*>(call.projection),
+                    call.dx,
+                    memory.data(),
+                    sums.data(),
+                    sizes.rows,
+                    call.x_stride,
+                    sizes.n_mels,
+                    sizes.frames,
+                    sizes.latent,
+                    layout,
+                    tile_layout(layout),
+                    at,
+                    wanted,
+                    decode_groups(call, layout),
+                    std::max(layout.project_step, decode_groups(call, layout))};
+  dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
+    const std::int64_t shared = shared_bytes(call, plan.staged, plan.warps);
+    if (plan.staged) {
+      launch<P, DefaultShape>(context, a, plan.warps, blocks, shared);
+    } else {
+      launch<P, WideShape>(context, a, plan.warps, blocks, shared);
+    }
+  });
+  if (!wanted.any()) return;
+  const std::int64_t weight_bytes =
+      std::int64_t{layout.groups} * (kind == PackedKind::half ? 8 : 16);
+  finish_gradients(context, call, layout, at, static_cast<int>(blocks), sums.data(),
+                   reinterpret_cast<const float*>(memory.data() + weight_bytes));
+}
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,21 @@
+#pragma once
+
+#include "cuda/autoencoder/arguments.cuh"
+
+namespace fusewise::cuda {
+
+/// How the work is laid out: each warp of a block takes 16 rows at a time.
+struct AutoencoderBackwardPlan {
+  int warps;
+  bool staged;  ///< weights in shared memory; only for n_mels 64, latent 32 and aligned rows
+};
+
+/// Recomputes forward and goes back through it in one kernel, behind one that packs the weights;
+/// two small ones behind it finish the parameters' gradients.
+std::string autoencoder_fused_declines(const Context& context,
+                                       const AutoencoderBackwardArguments& call);
+void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call);
+void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call,
+                           AutoencoderBackwardPlan plan);
+
+}  // namespace fusewise::cuda

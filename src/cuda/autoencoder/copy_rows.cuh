@@ -1,0 +1,11 @@
+#pragma once
+
+#include "fusewise/context.h"
+
+namespace fusewise::cuda {
+
+/// Copies a tensor of up to three dimensions to another of its shape and type, whatever the
+/// strides.
+void autoencoder_copy(const Context& context, const TensorView& from, const TensorView& to);
+
+}  // namespace fusewise::cuda

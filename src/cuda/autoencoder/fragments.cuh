@@ -1,0 +1,354 @@
+#pragma once
+
+// Matrix products of a warp's 16 rows by mma.sync, operands and results in registers.
+//
+// A Block is 16 rows by 16 columns: lane 4g + t has columns 4t to 4t + 3 of rows g and g + 8. The
+// result of one product is so the left operand of the next one without a shuffle, because the order
+// of the columns in a sum is free, and a row in memory is read and written 16 bytes a lane. Weights
+// are packed to match (pack.cuh).
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/vector.cuh"
+
+namespace fusewise::cuda::autoencoder {
+
+struct Block {
+  float v[2][4];
+
+  __device__ __forceinline__ void fill(float value) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[r][i] = value;
+    }
+  }
+  /// The same four values in both rows.
+  __device__ __forceinline__ void fill(float4 row) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      v[r][0] = row.x, v[r][1] = row.y, v[r][2] = row.z, v[r][3] = row.w;
+    }
+  }
+  __device__ __forceinline__ void add(const Block& other) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[r][i] += other.v[r][i];
+    }
+  }
+};
+
+__device__ __forceinline__ void mma_tf32(float& c0, float& c1, float& c2, float& c3, unsigned a0,
+                                         unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                         unsigned b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+/// The tensor cores drop the bits of a float32 below TF32's. Adding half of the last kept bit first
+/// rounds to nearest; NaN's bits must not go over into the sign.
+constexpr unsigned kTf32Half = 0x1000u;
+constexpr unsigned kTf32Mask = 0xffffe000u;
+
+__device__ __forceinline__ float nearest_tf32(float value) {
+  const unsigned bits = (__float_as_uint(value) + kTf32Half) & kTf32Mask;
+  return isfinite(value) ? __uint_as_float(bits) : value;
+}
+
+/// Rounds what the tensor cores get in one instruction: adds, on the average over the mantissas,
+/// half of the last kept bit. The error is at most two thirds of that bit, and has no sign.
+__device__ __forceinline__ unsigned round_to_tf32(float value) {
+  return __float_as_uint(fmaf(value, 3.3857e-4f, value));
+}
+
+/// What the tensor cores drop of value.
+__device__ __forceinline__ unsigned dropped(float value) {
+  return __float_as_uint(value - __uint_as_float(__float_as_uint(value) & kTf32Mask));
+}
+
+/// value = high + low, high rounded to nearest; finite values only.
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  high = (__float_as_uint(value) + kTf32Half) & kTf32Mask;
+  low = __float_as_uint(value - __uint_as_float(high));
+}
+
+// How a product of a block and packed weights is done. A term is one instruction; terms of several
+// results are interleaved by who calls, because each waits for the one before it in its result.
+
+/// Both halves of a float32 as TF32, three products for one: as accurate as float32 units. The left
+/// operand is cut, the right one rounded: the product of the two rests, which is left out, has then
+/// no sign of its own.
+struct ExactProducts {
+  using Weight = float;
+  static constexpr int kTerms = 6;
+  static constexpr bool kExact = true;
+  static constexpr int kGeluTerms = 9;
+  struct Left {
+    unsigned high[2][4], low[2][4];
+  };
+  struct Right {
+    unsigned high[4], low[4];
+  };
+  static __device__ __forceinline__ Left left(const Block& b) {
+    Left o;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        o.high[r][i] = __float_as_uint(b.v[r][i]);
+        o.low[r][i] = dropped(b.v[r][i]);
+      }
+    }
+    return o;
+  }
+  static __device__ __forceinline__ Right right(float4 w) {
+    Right o;
+    split(w.x, o.high[0], o.low[0]);
+    split(w.y, o.high[1], o.low[1]);
+    split(w.z, o.high[2], o.low[2]);
+    split(w.w, o.high[3], o.low[3]);
+    return o;
+  }
+  /// Columns 8 * half_block and on of a block of results. Small products come first.
+  static __device__ __forceinline__ void term(int which, Block& c, int half_block, const Left& a,
+                                              const Right& w) {
+    const int n = 2 * half_block, k = which % 2 * 2;
+    const auto& l = which < 2 ? a.low : a.high;
+    const auto& r = which / 2 == 1 ? w.low : w.high;
+    mma_tf32(c.v[0][n], c.v[0][n + 1], c.v[1][n], c.v[1][n + 1], l[0][k], l[1][k], l[0][k + 1],
+             l[1][k + 1], r[k], r[k + 1]);
+  }
+};
+
+/// Operands rounded to TF32. Weights were rounded when they were packed.
+struct Tf32Products {
+  using Weight = float;
+  static constexpr int kTerms = 2;
+  static constexpr bool kExact = false;
+  static constexpr int kGeluTerms = 3;
+  struct Left {
+    unsigned value[2][4];
+  };
+  using Right = float4;
+  static __device__ __forceinline__ Left left(const Block& b) {
+    Left o;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o.value[r][i] = round_to_tf32(b.v[r][i]);
+    }
+    return o;
+  }
+  static __device__ __forceinline__ Right right(float4 w) { return w; }
+  static __device__ __forceinline__ void term(int which, Block& c, int half_block, const Left& a,
+                                              const Right& w) {
+    const int n = 2 * half_block, k = 2 * which;
+    mma_tf32(c.v[0][n], c.v[0][n + 1], c.v[1][n], c.v[1][n + 1], a.value[0][k], a.value[1][k],
+             a.value[0][k + 1], a.value[1][k + 1], __float_as_uint(which == 0 ? w.x : w.z),
+             __float_as_uint(which == 0 ? w.y : w.w));
+  }
+};
+
+__device__ __forceinline__ unsigned pack_pair(__half, float a, float b) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  return reinterpret_cast<const unsigned&>(pair);
+}
+__device__ __forceinline__ unsigned pack_pair(__nv_bfloat16, float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return reinterpret_cast<const unsigned&>(pair);
+}
+
+/// Operands as float16 or bfloat16.
+template <typename T>
+struct HalfProducts {
+  using Weight = T;
+  static constexpr int kTerms = 1;
+  static constexpr bool kExact = false;
+  static constexpr int kGeluTerms = 3;
+  struct Left {
+    unsigned pair[2][2];
+  };
+  using Right = uint2;
+  static __device__ __forceinline__ Left left(const Block& b) {
+    Left o;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      o.pair[r][0] = pack_pair(T{}, b.v[r][0], b.v[r][1]);
+      o.pair[r][1] = pack_pair(T{}, b.v[r][2], b.v[r][3]);
+    }
+    return o;
+  }
+  static __device__ __forceinline__ Right right(uint2 w) { return w; }
+  static __device__ __forceinline__ void term(int, Block& c, int half_block, const Left& a,
+                                              const Right& w) {
+    const int n = 2 * half_block;
+    if constexpr (std::is_same_v<T, __half>) {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c.v[0][n]), "+f"(c.v[0][n + 1]), "+f"(c.v[1][n]), "+f"(c.v[1][n + 1])
+          : "r"(a.pair[0][0]), "r"(a.pair[1][0]), "r"(a.pair[0][1]), "r"(a.pair[1][1]), "r"(w.x),
+            "r"(w.y));
+    } else {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c.v[0][n]), "+f"(c.v[0][n + 1]), "+f"(c.v[1][n]), "+f"(c.v[1][n + 1])
+          : "r"(a.pair[0][0]), "r"(a.pair[1][0]), "r"(a.pair[0][1]), "r"(a.pair[1][1]), "r"(w.x),
+            "r"(w.y));
+    }
+  }
+};
+
+// ---- rows in memory
+
+/// Four neighbouring values as they lie in memory. They are turned into floats by who uses them, so
+/// that nobody waits for them before.
+template <typename T>
+struct Four {
+  uint2 bits;
+
+  /// What no kernel writes while this one runs.
+  __device__ __forceinline__ void load(const T* p) {
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(bits.x), "=r"(bits.y)
+                 : "l"(p));
+  }
+  /// What this kernel itself wrote.
+  __device__ __forceinline__ void load_own(const T* p) {
+    bits = *reinterpret_cast<const uint2*>(p);
+  }
+  __device__ __forceinline__ void set(int i, T value) { reinterpret_cast<T*>(&bits)[i] = value; }
+  __device__ __forceinline__ float operator[](int i) const {
+    return to_accumulator<float>(reinterpret_cast<const T*>(&bits)[i]);
+  }
+};
+template <>
+struct Four<float> {
+  float values[4];
+
+  __device__ __forceinline__ void load(const float* p) {
+    const Vector<float> v = load_once(p);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = v.values[i];
+  }
+  __device__ __forceinline__ void load_own(const float* p) {
+    const float4 v = *reinterpret_cast<const float4*>(p);
+    values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+  }
+  __device__ __forceinline__ void set(int i, float value) { values[i] = value; }
+  __device__ __forceinline__ float operator[](int i) const { return values[i]; }
+};
+
+__device__ __forceinline__ void store_four(float* p, const float (&v)[4]) {
+  __stcs(reinterpret_cast<float4*>(p), make_float4(v[0], v[1], v[2], v[3]));
+}
+template <typename T>
+__device__ __forceinline__ void store_four(T* p, const float (&v)[4]) {
+  __stcs(reinterpret_cast<uint2*>(p),
+         make_uint2(pack_pair(T{}, v[0], v[1]), pack_pair(T{}, v[2], v[3])));
+}
+
+/// Columns [column, column + 4) of a row that has `columns`; zero beyond. kWhole: no column is
+/// missing and the address allows vectors. A T that is not const is what this kernel wrote.
+template <bool kWhole, typename T>
+__device__ __forceinline__ Four<std::remove_const_t<T>> load_row(T* row, int column, int columns) {
+  using Value = std::remove_const_t<T>;
+  Four<Value> four;
+  if constexpr (!kWhole) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      four.set(i, column + i < columns ? row[column + i] : from_accumulator<Value>(0.f));
+    }
+  } else if constexpr (std::is_const_v<T>) {
+    four.load(row + column);
+  } else {
+    four.load_own(row + column);
+  }
+  return four;
+}
+template <bool kWhole, typename T>
+__device__ __forceinline__ void store_row(T* row, const float (&v)[4], int column, int columns) {
+  if constexpr (kWhole) {
+    store_four(row + column, v);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (column + i < columns) row[column + i] = from_accumulator<T>(v[i]);
+    }
+  }
+}
+
+/// Over the four lanes that share a row.
+__device__ __forceinline__ float row_sum(float value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// ---- GELU
+
+__device__ __forceinline__ float fast_exp2(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+__device__ __forceinline__ float fast_reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+/// The normal distribution's integral from |z| to infinity, and exp(-z*z/2) on the way: that times
+/// a polynomial in 1 / (1 + p |z|). With nine terms the relative error is below 2e-8, fitted for
+/// this; GELU made of it is nearer to the truth than 1 + erf. Three terms (Abramowitz and Stegun
+/// 7.1.25) are within 1.3e-5, below what TF32 and halves resolve.
+template <int kTerms>
+__device__ __forceinline__ float normal_tail(float z, float& bell) {
+  static_assert(kTerms == 9 || kTerms == 3);
+  bell = fast_exp2(-0.72134752f * z * z);
+  if constexpr (kTerms == 9) {
+    const float t = fast_reciprocal(fmaf(0.2625f, fabsf(z), 1.f));
+    float p = fmaf(0.030745668791897492f, t, -0.14881121922057997f);
+    p = fmaf(p, t, 0.23476314028883222f);
+    p = fmaf(p, t, -0.1333934039745495f);
+    p = fmaf(p, t, 0.1491395970113972f);
+    p = fmaf(p, t, 0.05584878029414271f);
+    p = fmaf(p, t, 0.1028186672121569f);
+    p = fmaf(p, t, 0.10413887644544187f);
+    p = fmaf(p, t, 0.10474988438017084f);
+    return p * t * bell;
+  } else {
+    const float t = fast_reciprocal(fmaf(0.332672528f, fabsf(z), 1.f));
+    const float p = fmaf(fmaf(0.3739278f, t, -0.0479399f), t, 0.1740121f);
+    return p * t * bell;
+  }
+}
+
+/// z times the integral up to z, which is z - |z| tail, or -|z| tail below zero.
+template <int kTerms>
+__device__ __forceinline__ float gelu(float z) {
+  float bell;
+  return fmaf(-fabsf(z), normal_tail<kTerms>(z, bell), fmaxf(z, 0.f));
+}
+
+template <int kTerms>
+__device__ __forceinline__ float gelu_and_slope(float z, float& slope) {
+  constexpr float kInverseRootTwoPi = 0.39894228040143268f;
+  float bell;
+  const float tail = normal_tail<kTerms>(z, bell);
+  slope = fmaf(z * kInverseRootTwoPi, bell, z < 0.f ? tail : 1.f - tail);
+  return fmaf(-fabsf(z), tail, fmaxf(z, 0.f));
+}
+
+template <int kTerms>
+__device__ __forceinline__ void gelu(Block& b) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b.v[r][i] = gelu<kTerms>(b.v[r][i]);
+  }
+}
+
+}  // namespace fusewise::cuda::autoencoder

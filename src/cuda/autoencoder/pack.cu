@@ -1,0 +1,206 @@
+// The parameters, folded and packed for the fused kernels: normalised basis, LayerNorm's affine
+// part inside Linear, decoder times basis. Reads each parameter a few times, writes some 100 KB.
+// Bound by latency: a block makes one row of a matrix; four share a basis vector.
+
+#include <algorithm>
+
+#include "cuda/autoencoder/fragments.cuh"
+#include "cuda/autoencoder/pack.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
+
+namespace fusewise::cuda::autoencoder {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kDotLanes = 8;  // lanes that share an element of decoder times basis
+
+template <typename W, typename E>
+struct Packing {
+  AutoencoderTensors<const void*> parameters;
+  PackedLayout layout;
+  int n_mels, frames, latent, slice_latent;
+  int parts;  // blocks that share a basis vector
+  bool backward;
+  E* weights;
+  float* floats;
+
+  static __device__ __forceinline__ float read(const void* tensor, long long i) {
+    return to_accumulator<float>(static_cast<const W*>(tensor)[i]);
+  }
+};
+
+/// Where output n, input k of a packed matrix lies; fragments.cuh says why.
+__device__ __forceinline__ int position(int n, int k, int input_blocks) {
+  const int r = n & 15, tile = 2 * (n >> 4) + ((r >> 1) & 1), g = 2 * (r >> 2) + (r & 1);
+  const int lane = 4 * g + ((k & 15) >> 2);
+  return 4 * ((tile * input_blocks + (k >> 4)) * 32 + lane) + (k & 3);
+}
+
+template <typename E, bool kRound>
+__device__ __forceinline__ E packed_value(float value) {
+  if constexpr (kRound) {
+    return nearest_tf32(value);
+  } else {
+    return from_accumulator<E>(value);
+  }
+}
+
+/// One row of a Linear behind a LayerNorm: weights times the norm's, bias plus weights times its
+/// bias.
+template <typename W, typename E, bool kRound>
+__device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inputs,
+                            const void* weight, const void* bias, const void* norm_weight,
+                            const void* norm_bias, int output_blocks, int input_blocks, int at,
+                            int transposed_at, float* packed_bias) {
+  float shift = 0;
+  for (int k = threadIdx.x; k < 16 * input_blocks; k += blockDim.x) {
+    float value = 0;
+    if (n < outputs && k < inputs) {
+      const float w = p.read(weight, static_cast<long long>(n) * inputs + k);
+      value = w * p.read(norm_weight, k);
+      shift += w * p.read(norm_bias, k);
+    }
+    const E e = packed_value<E, kRound>(value);
+    p.weights[4 * at + position(n, k, input_blocks)] = e;
+    if (p.backward) p.weights[4 * transposed_at + position(k, n, output_blocks)] = e;
+  }
+  __shared__ float parts[kThreads / 32];
+  shift = warp_sum(shift);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = shift;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float sum = n < outputs ? p.read(bias, n) : 0.f;
+    for (int i = 0; i < kThreads / 32; ++i) sum += parts[i];
+    packed_bias[n] = sum;
+  }
+}
+
+/// A basis vector, normalised, and its products with the decoder's rows.
+template <typename W, typename E, bool kRound>
+__device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) {
+  const PackedLayout& y = p.layout;
+  const int width = p.frames * p.slice_latent;
+  const int padded_mels = 16 * y.mels, lane = threadIdx.x % kDotLanes;
+  const int count = p.frames * padded_mels, step = p.parts * (kThreads / kDotLanes);
+  const int mine = part * (kThreads / kDotLanes) + threadIdx.x / kDotLanes;
+  if (mine < count && mine % padded_mels < p.n_mels) {
+    // Sent for before the barrier, as the dot product below wants it.
+    const W* at = static_cast<const W*>(p.parameters.decoder_weight) +
+                  static_cast<long long>(mine % padded_mels) * p.slice_latent;
+    for (int s = lane * (32 / sizeof(W)); s < p.slice_latent; s += kDotLanes * (32 / sizeof(W))) {
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(at + s));
+    }
+  }
+  for (int k = threadIdx.x; k < width; k += blockDim.x) {
+    row[k] = l < p.latent ? p.read(p.parameters.basis, static_cast<long long>(l) * width + k) : 0.f;
+  }
+  __syncthreads();
+  // Every warp by itself, which saves a barrier.
+  float squares = 0;
+#pragma unroll 4
+  for (int k = threadIdx.x % 32; k < width; k += 32) squares += row[k] * row[k];
+  const float norm = sqrtf(warp_sum(squares));
+  // Not fmaxf, which would swallow NaN.
+  const float inverse = 1.f / (norm < 1e-12f ? 1e-12f : norm);
+  if (part == 0 && threadIdx.x == 0) p.floats[y.inverse_norm + l] = inverse;
+
+  // Whole warps stay together for the sum.
+  for (int first = part * (kThreads / kDotLanes); first < count; first += step) {
+    const int i = first + threadIdx.x / kDotLanes;
+    const int f = i / padded_mels, m = i - f * padded_mels;
+    const bool real = i < count && m < p.n_mels;
+    float sum = 0;
+    if (real) {
+      const long long at = static_cast<long long>(m) * p.slice_latent;
+#pragma unroll 8
+      for (int s = lane; s < p.slice_latent; s += kDotLanes) {
+        sum += p.read(p.parameters.decoder_weight, at + s) * row[f * p.slice_latent + s];
+      }
+    }
+    sum = warp_sum(sum, kDotLanes) * inverse;
+    if (i >= count || lane != 0) continue;
+    const E e = packed_value<E, kRound>(real ? sum : 0.f);
+    p.weights[4 * (y.decode + f * y.decode_step) + position(m, l, y.latents)] = e;
+    if (p.backward) {
+      p.weights[4 * (y.decode_transposed + f * y.decode_step) + position(l, m, y.mels)] = e;
+    }
+  }
+
+  const int padded_slices = 16 * y.slices;
+  for (int i = part * kThreads + threadIdx.x; i < p.frames * padded_slices;
+       i += p.parts * kThreads) {
+    const int f = i / padded_slices, s = i - f * padded_slices;
+    const float value = s < p.slice_latent ? row[f * p.slice_latent + s] * inverse : 0.f;
+    const E e = packed_value<E, kRound>(value);
+    p.weights[4 * (y.project + f * y.project_step) + position(l, s, y.slices)] = e;
+    if (p.backward) {
+      p.weights[4 * (y.project_transposed + f * y.project_step) + position(s, l, y.latents)] = e;
+    }
+  }
+}
+
+template <typename W, typename E, bool kRound>
+__global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ Packing<W, E> p) {
+  extern __shared__ float row[];
+  allow_next_kernel();
+  const PackedLayout& y = p.layout;
+  const auto& q = p.parameters;
+  int b = blockIdx.x;
+  const int basis = p.parts * 16 * y.latents, encoder = 16 * y.slices, mid = 16 * y.latents;
+  if (b < basis) return pack_basis<W, E, kRound>(p, b / p.parts, b % p.parts, row);
+  b -= basis;
+  if (b < encoder) {
+    return pack_linear<W, E, kRound>(p, b, p.slice_latent, p.n_mels, q.encoder_weight,
+                                     q.encoder_bias, q.norm_weight, q.norm_bias, y.slices, y.mels,
+                                     y.encode, y.encode_transposed, p.floats + y.encode_bias);
+  }
+  b -= encoder;
+  if (b < mid) {
+    return pack_linear<W, E, kRound>(p, b, p.latent, p.latent, q.mid_weight, q.mid_bias,
+                                     q.mid_norm_weight, q.mid_norm_bias, y.latents, y.latents,
+                                     y.mid, y.mid_transposed, p.floats + y.mid_bias);
+  }
+  for (int m = threadIdx.x; m < 16 * y.mels; m += blockDim.x) {
+    p.floats[y.decode_bias + m] = m < p.n_mels ? p.read(q.decoder_bias, m) : 0.f;
+  }
+}
+
+template <typename W, typename E, bool kRound>
+void launch(const Context& context, const AutoencoderSizes& sizes,
+            const AutoencoderTensors<const void*>& parameters, bool backward,
+            const PackedLayout& layout, void* packed) {
+  E* weights = static_cast<E*>(packed);
+  // So many that a thread has one dot product to do.
+  const int parts =
+      std::min((sizes.frames * 16 * layout.mels * kDotLanes + kThreads - 1) / kThreads, 16);
+  const Packing<W, E> p{
+      parameters,   layout,
+      sizes.n_mels, sizes.frames,
+      sizes.latent, sizes.slice_latent,
+      parts,        backward,
+      weights,      reinterpret_cast<float*>(weights + std::int64_t{4} * layout.groups)};
+  const std::int64_t blocks = 16 * (std::int64_t{p.parts + 1} * layout.latents + layout.slices) + 1;
+  const std::size_t shared = sizeof(float) * sizes.frames * sizes.slice_latent;
+  launch_kernel({context, blocks, kThreads, shared}, "packing the autoencoder's weights",
+                pack_kernel<W, E, kRound>, p);
+}
+
+}  // namespace
+
+void pack_weights(const Context& context, const AutoencoderSizes& sizes,
+                  const AutoencoderTensors<const void*>& parameters, DType parameter_dtype,
+                  DType dtype, PackedKind kind, bool backward, const PackedLayout& layout,
+                  void* packed) {
+  if (kind == PackedKind::f32) {
+    return launch<float, float, false>(context, sizes, parameters, backward, layout, packed);
+  }
+  if (kind == PackedKind::tf32) {
+    return launch<float, float, true>(context, sizes, parameters, backward, layout, packed);
+  }
+  dispatch_short_dtypes(dtype, parameter_dtype, [&]<typename T, typename W>(T, W) {
+    launch<W, T, false>(context, sizes, parameters, backward, layout, packed);
+  });
+}
+
+}  // namespace fusewise::cuda::autoencoder

@@ -1,0 +1,320 @@
+#pragma once
+
+// The steps that forward and backward share: a warp's 16 rows, frame by frame, in registers.
+
+#include "cuda/autoencoder/fragments.cuh"
+#include "cuda/autoencoder/pack.cuh"
+
+namespace fusewise::cuda::autoencoder {
+
+/// The sizes for which registers are kept, and how much of them is known before run time; the
+/// number of frames never is. n_mels 64, latent 32, slice_latent 64, rows aligned to vectors.
+struct DefaultShape {
+  static constexpr int kMels = 4, kLatents = 2, kSlices = 4;  // blocks of 16
+  static constexpr int kChunk = 2;                            // blocks of results made together
+  static constexpr int kBackwardChunk = 4;                    // there, a warp has more registers
+  static constexpr bool kWhole = true;                        // no padding, vectors everywhere
+};
+/// n_mels up to 128, latent up to 64, the rest any.
+struct WideShape {
+  static constexpr int kMels = 8, kLatents = 4, kSlices = 0;
+  static constexpr int kChunk = 1, kBackwardChunk = 1;
+  static constexpr bool kWhole = false;
+};
+
+template <typename Weight>
+struct PackedGroup {
+  using type = float4;
+};
+template <>
+struct PackedGroup<__half> {
+  using type = uint2;
+};
+template <>
+struct PackedGroup<__nv_bfloat16> {
+  using type = uint2;
+};
+
+/// The packed weights, in shared memory or read through L1, where all warps of a multiprocessor
+/// find them.
+template <typename P, bool kStaged>
+struct Weights {
+  using Group = typename PackedGroup<typename P::Weight>::type;
+  const Group* groups;
+  const float* floats;
+
+  __device__ __forceinline__ Group load(int group) const {
+    if constexpr (kStaged) {
+      return groups[group];
+    } else {
+      return __ldg(groups + group);
+    }
+  }
+  /// For the four columns of this lane in a block.
+  __device__ __forceinline__ float4 bias(int begin, int block) const {
+    const float* at = floats + begin + 16 * block + 4 * (threadIdx.x % 4);
+    if constexpr (kStaged) {
+      return *reinterpret_cast<const float4*>(at);
+    } else {
+      return __ldg(reinterpret_cast<const float4*>(at));
+    }
+  }
+};
+
+/// results[j] += one input block times the packed matrix at `matrix`: output blocks first_output +
+/// j, input block `input`. So many blocks of results at a time as kAtOnce says: more hide more of
+/// the wait for each term, and need more registers.
+template <typename P, int kAtOnce, int kResults, typename Source>
+__device__ __forceinline__ void multiply_block(Block (&results)[kResults], int result_count,
+                                               const typename P::Left& left, const Source& weights,
+                                               int matrix, int first_output, int input,
+                                               int matrix_inputs) {
+  constexpr int kTogether = kResults < kAtOnce ? kResults : kAtOnce;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < kResults; j += kTogether) {
+    if (j >= result_count) break;
+    typename P::Right right[kTogether][2];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (j + i >= result_count) break;
+      const int at = matrix + ((2 * (first_output + j + i)) * matrix_inputs + input) * 32 + lane;
+      right[i][0] = P::right(weights.load(at));
+      right[i][1] = P::right(weights.load(at + 32 * matrix_inputs));
+    }
+#pragma unroll
+    for (int term = 0; term < P::kTerms; ++term) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (j + i >= result_count) break;
+        P::term(term, results[j + i], 0, left, right[i][0]);
+        P::term(term, results[j + i], 1, left, right[i][1]);
+      }
+    }
+  }
+}
+
+/// The same for several input blocks, first_input and on.
+template <typename P, int kAtOnce, int kResults, int kInputs, typename Source>
+__device__ __forceinline__ void multiply_blocks(Block (&results)[kResults], int result_count,
+                                                const Block (&inputs)[kInputs], int input_count,
+                                                const Source& weights, int matrix, int first_output,
+                                                int first_input, int matrix_inputs) {
+#pragma unroll
+  for (int k = 0; k < kInputs; ++k) {
+    if (k >= input_count) break;
+    multiply_block<P, kAtOnce>(results, result_count, P::left(inputs[k]), weights, matrix,
+                               first_output, first_input + k, matrix_inputs);
+  }
+}
+
+/// 1 / sqrt(value), to the last bit or so.
+__device__ __forceinline__ float inverse_root(float value) {
+  const float guess = rsqrtf(value);
+  return fmaf(guess * 0.5f, fmaf(-value * guess, guess, 1.f), guess);
+}
+
+/// Of the block, the same in all lanes for the compiler, too.
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+}
+
+/// The blocks become (value - mean) / sqrt(variance + 1e-5) of each row; `columns` of them are
+/// real.
+template <bool kWhole, int kBlocks>
+__device__ __forceinline__ void normalise(Block (&blocks)[kBlocks], int count, int columns,
+                                          float (&inverse_deviation)[2]) {
+  const int first = 4 * (threadIdx.x % 4);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = 0;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const float* v = blocks[b].v[r];
+      if (b < count) sum += (v[0] + v[1]) + (v[2] + v[3]);
+    }
+    const float mean = row_sum(sum) * (1.f / columns);
+    float squares = 0;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b >= count) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool real = kWhole || 16 * b + first + i < columns;
+        const float d = real ? blocks[b].v[r][i] - mean : 0.f;
+        blocks[b].v[r][i] = d;
+        squares = fmaf(d, d, squares);
+      }
+    }
+    const float inverse = inverse_root(row_sum(squares) * (1.f / columns) + 1e-5f);
+    inverse_deviation[r] = inverse;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b >= count) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) blocks[b].v[r][i] *= inverse;
+    }
+  }
+}
+
+/// LayerNorm's gradient: from that of the normalised values (in `gradient`) to that of its input.
+template <int kBlocks>
+__device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
+                                                   const Block (&normalised)[kBlocks], int count,
+                                                   int columns,
+                                                   const float (&inverse_deviation)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = 0, product = 0;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b >= count) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum += gradient[b].v[r][i];
+        product = fmaf(gradient[b].v[r][i], normalised[b].v[r][i], product);
+      }
+    }
+    sum = row_sum(sum) * (1.f / columns);
+    product = row_sum(product) * (1.f / columns);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b >= count) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        gradient[b].v[r][i] =
+            inverse_deviation[r] * (gradient[b].v[r][i] - sum - normalised[b].v[r][i] * product);
+      }
+    }
+  }
+}
+
+template <int kBlocks, typename T>
+__device__ __forceinline__ void expand(Block (&blocks)[kBlocks], const Four<T> (&raw)[kBlocks][2],
+                                       int count) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    if (b >= count) break;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) blocks[b].v[r][i] = raw[b][r][i];
+    }
+  }
+}
+
+/// The two rows of a tensor that a lane has a part of. Beyond the last row, that one is read in its
+/// place.
+template <typename T>
+struct RowPair {
+  T* at[2];
+  bool real[2];
+
+  __device__ __forceinline__ RowPair(T* base, long long first_row, long long rows,
+                                     long long stride) {
+    const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const long long row = first_row + g + 8 * r;
+      real[r] = row < rows;
+      at[r] = base + (real[r] ? row : rows - 1) * stride;
+    }
+  }
+
+  using Raw = Four<std::remove_const_t<T>>;
+
+  /// Columns of the frame at `offset`, as they lie in memory, blocks `first` and on.
+  template <bool kWhole, int kBlocks>
+  __device__ __forceinline__ void fetch(Raw (&raw)[kBlocks][2], int first, int count,
+                                        long long offset, int columns) const {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b >= count) break;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        raw[b][r] = load_row<kWhole>(at[r] + offset, 16 * (first + b) + 4 * t, columns);
+      }
+    }
+  }
+  template <bool kWhole, int kBlocks>
+  __device__ __forceinline__ void load(Block (&blocks)[kBlocks], int first, int count,
+                                       long long offset, int columns) const {
+    Raw raw[kBlocks][2];
+    fetch<kWhole>(raw, first, count, offset, columns);
+    expand(blocks, raw, count);
+  }
+  /// Zeros beyond the last row.
+  template <int kBlocks>
+  __device__ __forceinline__ void clear_missing(Block (&blocks)[kBlocks], int count) const {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b >= count) break;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) blocks[b].v[r][i] = real[r] ? blocks[b].v[r][i] : 0.f;
+      }
+    }
+  }
+  /// kAll: beyond the last row, the values are those of the last row, too, and go there once more,
+  /// which spares a branch.
+  template <bool kWhole, bool kAll, int kBlocks>
+  __device__ __forceinline__ void store(const Block (&blocks)[kBlocks], int first, int count,
+                                        long long offset, int columns) const {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (b >= count) break;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (kAll || real[r]) {
+          store_row<kWhole>(at[r] + offset, blocks[b].v[r], 16 * (first + b) + 4 * t, columns);
+        }
+      }
+    }
+  }
+};
+
+/// Why neither shape takes these sizes; empty where one does.
+inline std::string shape_declines(const AutoencoderSizes& s) {
+  if (s.n_mels > 16 * WideShape::kMels)
+    return "n_mels above 128 does not fit in a warp's registers";
+  if (s.latent > 16 * WideShape::kLatents) {
+    return "latent_dim above 64 does not fit in a warp's registers";
+  }
+  return {};
+}
+
+/// Whether rows of a tensor that begin at `address`, `stride` elements of `bytes` apart, can be
+/// read in vectors of four.
+inline bool rows_aligned(const void* address, std::int64_t stride, std::int64_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(address) % (4 * bytes) == 0 && stride % 4 == 0;
+}
+
+inline bool has_default_shape(const AutoencoderSizes& s) {
+  return s.n_mels == 16 * DefaultShape::kMels && s.latent == 16 * DefaultShape::kLatents &&
+         s.slice_latent == 16 * DefaultShape::kSlices;
+}
+
+/// body(P): how the products are done.
+template <typename Body>
+void dispatch_products(DType dtype, bool tf32, Body&& body) {
+  switch (dtype) {
+    case DType::f32:
+      return tf32 ? body(Tf32Products{}) : body(ExactProducts{});
+    case DType::f16:
+      return body(HalfProducts<__half>{});
+    case DType::bf16:
+      return body(HalfProducts<__nv_bfloat16>{});
+    case DType::f64:
+      return;
+  }
+}
+
+inline PackedKind packed_kind(DType dtype, bool tf32) {
+  if (dtype != DType::f32) return PackedKind::half;
+  return tf32 ? PackedKind::tf32 : PackedKind::f32;
+}
+
+}  // namespace fusewise::cuda::autoencoder

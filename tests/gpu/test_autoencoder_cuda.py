@@ -1,0 +1,172 @@
+"""The autoencoder where only a GPU can show it.
+
+The matrix of dtypes, layouts, outputs and sizes is in tests/python and runs on the GPU too.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusewise
+from autoencoder_reference import (
+    DEFAULT,
+    DTYPES,
+    OUTPUTS,
+    SMALL,
+    autoencoder,
+    eager,
+    gradients,
+    make_case,
+)
+from fusewise.models import SpectralShapeAutoencoder
+from reference import same_bits
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def slow_down(milliseconds=20):
+    """Keeps the current stream busy, so that work on a wrong stream overtakes it."""
+    torch.cuda._sleep(int(milliseconds * 1.5e6))
+
+
+@pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16", "fp16-fp32"])
+@pytest.mark.parametrize("rows", [1, 32, 512, 4099])
+def test_default_sizes_in_every_implementation(dtypes, rows):
+    for output in OUTPUTS:
+        case = make_case(rows, DEFAULT, "cuda", DTYPES[dtypes], output=output)
+        assert {"fused", "general"} <= case.check_every_implementation()
+
+
+def test_many_rows():
+    make_case(65536, DEFAULT, "cuda").check()
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_tf32_where_torch_allows_it(output):
+    """Held against eager with the same setting."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        make_case(700, DEFAULT, "cuda", output=output).check_every_implementation()
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_float32_is_exact_by_default():
+    """With TF32 the error of a product would be some 1e-3 of its terms."""
+    case = make_case(700, DEFAULT, "cuda")
+    right = eager(*(t.double() for t in case.inputs))
+    assert (autoencoder(*case.inputs) - right).abs().max() < 2e-5 * right.abs().max()
+
+
+def test_a_declined_implementation_says_why():
+    case = make_case(7, SMALL, "cuda", DTYPES["fp64"])
+    (record,) = fusewise.explain(autoencoder, *case.inputs)
+    assert record.chosen == record.candidates[-1].name == "general"
+    for candidate in record.candidates[:-1]:
+        assert candidate.reason
+        with (
+            fusewise.implementation(autoencoder=candidate.name),
+            pytest.raises(RuntimeError, match=f"'{candidate.name}' declines: "),
+        ):
+            autoencoder(*case.inputs)
+
+
+def test_other_streams():
+    case = make_case(600, DEFAULT, "cuda")
+    right = gradients(autoencoder, case)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        slow_down()
+        case.x = case.x.clone()  # only there once the stream got to it
+        found = gradients(autoencoder, case)
+    stream.synchronize()
+    for name in right:
+        assert same_bits(found[name], right[name]), name
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_graph_of_a_training_step(output):
+    case = make_case(100, DEFAULT, "cuda", output=output)
+    inputs = [t.detach().requires_grad_() for t in case.inputs]
+
+    def step():
+        result = autoencoder(*inputs, output=output)
+        return result, torch.autograd.grad(result, inputs, case.gradient, materialize_grads=True)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result, found = step()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for tensor in inputs:
+                tensor.copy_(torch.randn_like(tensor))
+        graph.replay()
+        replayed = [result.clone(), *(t.clone() for t in found)]
+        again, gradient = step()
+        for a, b in zip(replayed, (again, *gradient), strict=True):
+            assert same_bits(a, b)
+
+
+@pytest.mark.two_gpus
+def test_a_device_that_is_not_current():
+    case = make_case(100, DEFAULT, "cuda:1")
+    with torch.cuda.device(0):
+        case.check_every_implementation()
+
+
+def test_out_of_memory_leaves_nothing_behind():
+    case = make_case(1, DEFAULT, "cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    free, _ = torch.cuda.mem_get_info()
+    x = case.x.expand(2 * free // (320 * 4), 320)
+    with pytest.raises(torch.OutOfMemoryError):
+        autoencoder(x, *case.weights)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_score_writes_no_reconstruction():
+    case = make_case(65536, DEFAULT, "cuda")
+    autoencoder(*case.inputs, output="score")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    autoencoder(*case.inputs, output="score")
+    assert torch.cuda.max_memory_allocated() - before < case.x.nbytes / 10
+
+
+@pytest.mark.parametrize("loss, share", [("score", 5), ("mse", 3)])
+def test_peak_memory_of_a_training_step(loss, share):
+    model = SpectralShapeAutoencoder(device="cuda")
+    x = torch.randn(65536, 320, device="cuda")
+    state = model.state_dict()
+    order = [name for name in state if name != "global_basis"]
+    order.insert(4, "global_basis")
+    weights = [dict(model.named_parameters())[name] for name in order]
+
+    def peak(fn):
+        fn()
+        model.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        fn()
+        return torch.cuda.max_memory_allocated() - before
+
+    def step():
+        result = model.anomaly_score(x).mean() if loss == "score" else F.mse_loss(model(x), x)
+        result.backward()
+
+    def eager_step():
+        F.mse_loss(eager(x, *weights), x).backward()
+
+    assert peak(step) * share <= peak(eager_step)

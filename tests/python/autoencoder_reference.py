@@ -1,0 +1,137 @@
+"""The autoencoder as the tests know it: the inputs, and what is expected of them."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+import fusewise
+from fusewise.bench.families.autoencoder import OUTPUTS, WEIGHTS, eager, expected, random_weights
+from fusewise.models._autoencoder import autoencoder
+from reference import DTYPES, assert_close, misaligned, same_bits
+
+__all__ = ["DTYPES", "LAYOUTS", "OUTPUTS", "WEIGHTS", "autoencoder", "eager", "make_case"]
+
+NAMES = ("x", *WEIGHTS)
+DEFAULT = {"n_mels": 64, "frames": 5, "latent": 32, "slice_latent": 64}
+SMALL = {"n_mels": 6, "frames": 3, "latent": 4, "slice_latent": 5}
+
+# Each makes a tensor [N, F M] with the same values laid out anew.
+LAYOUTS = {
+    "rows": lambda t, frames: t.contiguous(),
+    "frames": lambda t, frames: t.unflatten(1, (frames, -1)).contiguous(),
+    "spectrogram": lambda t, frames: (
+        t.unflatten(1, (frames, -1)).transpose(1, 2).contiguous().transpose(1, 2)
+    ),
+    "columns": lambda t, frames: t.T.contiguous().T,
+    "sliced": lambda t, frames: (
+        t.new_empty(t.shape[0], 2 * t.shape[1] + 3)[:, 3 : 3 + t.shape[1]].copy_(t)
+    ),
+    "every_second": lambda t, frames: (
+        t.new_empty(2 * t.shape[0], 2 * t.shape[1])[::2, ::2].copy_(t)
+    ),
+    "expanded": lambda t, frames: t[:1].expand_as(t),
+    "misaligned": lambda t, frames: misaligned(t),
+}
+
+
+@dataclass
+class Case:
+    """The inputs of one call, and the gradient that comes back to it."""
+
+    x: torch.Tensor
+    weights: list
+    gradient: torch.Tensor
+    output: str = "reconstruction"
+    _expected: dict = field(default=None, repr=False)
+
+    @property
+    def inputs(self):
+        return self.x, *self.weights
+
+    def expected(self):
+        """By output: eager torch's, the fp64 reference, and the scale; computed once."""
+        if self._expected is None:
+            mixed = self.x.dtype != self.weights[0].dtype
+            with torch.autocast(self.x.device.type, self.x.dtype, enabled=mixed):
+                found = gradients(eager, self)
+            right = expected(*self.inputs, self.gradient, output=self.output)
+            # Autocast gives some tensors in other dtypes than ours: the values count.
+            dtypes = dict(zip(found, self.dtypes(), strict=True))
+            self._expected = {n: (found[n].to(dtypes[n]), *right[n]) for n in right}
+        return self._expected
+
+    def dtypes(self):
+        wide = torch.float64 if self.x.dtype == torch.float64 else torch.float32
+        output = wide if self.output == "score" else self.x.dtype
+        return output, self.x.dtype, *(w.dtype for w in self.weights)
+
+    def check(self, fn=autoencoder):
+        """The output and all gradients of `fn` against the rule; returns them."""
+        ours = gradients(fn, self)
+        for name, (found, reference, scale) in self.expected().items():
+            assert_close(name, ours[name], found, reference, scale)
+        return ours
+
+    def implementations(self):
+        """What can be forced for this call, as arguments of `fusewise.implementation`."""
+        x = self.x.detach().requires_grad_()
+        explanation = fusewise.explain(autoencoder, x, *self.weights, output=self.output)
+        operators = ("autoencoder", "autoencoder_backward")
+        return [
+            {operator: name}
+            for operator, record in zip(operators, explanation, strict=True)
+            for name in record.able
+        ]
+
+    def check_every_implementation(self):
+        """The rule, and bit-identical reruns, for the default choice and each that can be forced;
+        returns the names."""
+        checked = set()
+        for choice in ({}, *self.implementations()):
+            with fusewise.implementation(**choice):
+                first, second = self.check(), gradients(autoencoder, self)
+            for name in first:
+                assert same_bits(first[name], second[name]), f"{choice}: {name} in a rerun"
+            checked.update(choice.values())
+        assert checked, "no implementation could be forced"
+        return checked
+
+
+def make_case(
+    rows,
+    sizes=DEFAULT,
+    device="cpu",
+    dtypes=DTYPES["fp32"],
+    layout="rows",
+    gradient_layout=None,
+    output="reconstruction",
+):
+    x_dtype, w_dtype = dtypes
+
+    def draw(shape, scale=1.0, dtype=w_dtype):
+        return (torch.randn(shape, dtype=torch.float64, device=device) * scale).to(dtype)
+
+    frames = sizes["frames"]
+    weights = random_weights(*sizes.values(), draw)
+    width = frames * sizes["n_mels"]
+    x = LAYOUTS[layout](draw((rows, width), dtype=x_dtype), frames)
+    wide = torch.float64 if x_dtype == torch.float64 else torch.float32
+    if output == "reconstruction":
+        gradient = LAYOUTS[gradient_layout or layout](draw((rows, width), dtype=x_dtype), frames)
+        gradient = gradient if gradient.shape == x.shape else gradient.reshape(x.shape)
+    elif output == "latent":
+        gradient = draw((rows, sizes["latent"]), dtype=x_dtype)
+    else:
+        gradient = draw((rows,), dtype=wide)
+    return Case(x, weights, gradient, output)
+
+
+def gradients(fn, case):
+    """The output and the gradient of every input, by name."""
+    inputs = [t.detach().requires_grad_() for t in case.inputs]
+    result = fn(*inputs, output=case.output)
+    found = torch.autograd.grad(
+        result, inputs, case.gradient.to(result.dtype), materialize_grads=True
+    )
+    named = dict(zip((f"d{name}" for name in NAMES), found, strict=True))
+    return {case.output: result.detach(), **named}
