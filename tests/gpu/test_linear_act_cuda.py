@@ -54,10 +54,12 @@ def test_both_forward_implementations_are_able_where_they_should_be():
 
     for dtypes in ("fp32", "fp16", "bf16", "fp64"):
         for grad in (False, True):
-            assert able("relu", dtypes, grad) == {"epilogue", "pass"}
+            # The epilogue only where one of the vendor's algorithms keeps NaN.
+            assert able("relu", dtypes, grad) >= {"pass"}
             assert able("silu", dtypes, grad) == able("gelu", dtypes, grad) == {"pass"}
-    assert able("gelu_tanh", "fp16", False) == {"epilogue", "pass"}
-    assert able("gelu_tanh", "fp16", True) == able("gelu_tanh", "fp32", False) == {"pass"}
+    assert able("relu", "bf16", False) == able("relu", "bf16", True) == {"epilogue", "pass"}
+    assert able("gelu_tanh", "bf16", True) == able("gelu_tanh", "fp32", False) == {"pass"}
+    assert able("gelu_tanh", "fp16", False) == {"pass"}
 
 
 def test_a_declined_implementation_says_why():

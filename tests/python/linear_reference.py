@@ -74,6 +74,20 @@ def _slope(kind, z):
     return 0.5 * (1 + t) + rest, 0.5 * (1 + t.abs()) + rest.abs()
 
 
+def _either_side(z, total, bias, dtype, hidden):
+    """Where rounding decides on which side of 0 z comes out, and both slopes of relu are right.
+
+    Sums round in float32 at least, but of half data the sum may be rounded before the bias is
+    added, and the input of a hidden layer was.
+    """
+    eps = torch.finfo(dtype).eps
+    if dtype in (torch.float32, torch.float64):
+        return z.abs() <= 4 * eps * total
+    before = z if bias is None else z - bias.double()
+    room = 4 * torch.finfo(torch.float32).eps * total + 2 * eps * before.abs()
+    return z.abs() <= room + (eps * total if hidden else 0)
+
+
 def _largest(t):
     """Of what is finite; 0 where nothing is."""
     finite = t[t.isfinite()]
@@ -101,8 +115,10 @@ def stack_expected(x, weights, biases, dy, kinds):
     for i in reversed(range(len(wide))):
         slope, slope_scale = _slope(kinds[i], sums[i][0])
         if kinds[i] == "relu":  # it selects: what is closed lets not even NaN through
+            kink = _either_side(*sums[i], biases and biases[i], x.dtype, hidden=i > 0)
+            either = torch.where(kink, gradient.abs() / (4 * torch.finfo(x.dtype).eps), 0.0)
             gradient = torch.where(slope == 0, 0.0, gradient)
-            scale = torch.where(slope == 0, 0.0, scale)
+            scale = torch.where(slope == 0, 0.0, scale) + either
         elif kinds[i] != "identity":
             gradient, scale = gradient * slope, scale * slope_scale
         slopes.append((f"dw{i}", gradient.T @ inputs[i], scale.T @ inputs[i].abs()))

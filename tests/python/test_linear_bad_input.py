@@ -266,8 +266,8 @@ def test_layers_that_do_not_fit_each_other(stack):
         ({"weights": [torch.ones(5, 6), None]}, "weights: expected tensors, got NoneType in place"),
         ({"biases": torch.ones(2, 5)}, "biases: expected a list of tensors, got Tensor"),
         ({"biases": [None, torch.ones(4)]}, "biases: expected tensors, got NoneType in place 0"),
-        ({"activation": None}, "activation: expected a text, got None"),
-        ({"final_activation": 1}, "activation: expected a text, got 1"),
+        ({"activation": None}, "activation: expected one of .*, got None"),
+        ({"final_activation": 1}, "final_activation: expected one of .*, got 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -285,9 +285,9 @@ def test_numbers_of_layers(stack):
         mlp(stack.x, [])
     with pytest.raises(ValueError, match="^biases: expected 2 as weights, got 1"):
         mlp(stack.x, stack.w, stack.b[:1])
-    with pytest.raises(RuntimeError, match="^activation: expected 'identity'.*got 'tanh'"):
+    with pytest.raises(ValueError, match="^activation: expected one of 'identity'.*got 'tanh'"):
         mlp(stack.x, stack.w, stack.b, "tanh")
-    with pytest.raises(RuntimeError, match="activation: expected 'identity'.*got 'tanh'"):
+    with pytest.raises(ValueError, match="^final_activation: expected one of .*got 'tanh'"):
         mlp(stack.x, stack.w, stack.b, "relu", "tanh")
 
 

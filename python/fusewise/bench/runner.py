@@ -120,7 +120,10 @@ def _cases(options: Options) -> list[Case]:
         raise UsageError(
             f"no case of {', '.join(options.families)}{matching} in {where} for {options.device}"
         )
-    return recast(cases, options.dtype, options.layout)
+    cases = recast(cases, options.dtype, options.layout)
+    if options.device == "cpu" and any(case.tf32 for case in cases):
+        raise UsageError("tf32: is for a GPU; on a CPU take float32")
+    return cases
 
 
 def _run(options: Options, cases: list[Case], results: dict, progress: Progress) -> None:

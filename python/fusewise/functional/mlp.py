@@ -34,6 +34,11 @@ def mlp(
     """
     weights, biases = _lists(x, weights, biases)
     layers = len(weights)
+    for name, kind in (("activation", activation), ("final_activation", final_activation)):
+        if kind not in _ops.ACTIVATIONS:
+            known = ", ".join(map(repr, _ops.ACTIVATIONS))
+            error = ValueError if isinstance(kind, str) else TypeError
+            raise error(f"{name}: expected one of {known}, got {kind!r}")
     if needs_formula():
         refuse_forced(settings.linear_act)
         x, parameters = cast_inputs(x, [*weights, *biases])
@@ -119,9 +124,6 @@ def _forward(x, parameters, layers, kinds, save, math, forced):
     try:
         return _ops.mlp(x, weights, biases, *kinds, save, *math, forced)
     except RuntimeError as error:
-        for kind in kinds:
-            if not isinstance(kind, str):
-                raise TypeError(f"activation: expected a text, got {kind!r}") from None
         named = {f"weights[{i}]": w for i, w in enumerate(weights)}
         named |= {f"biases[{i}]": b for i, b in enumerate(biases)}
         raise _ops.rephrased(error, x=x, **named) from None

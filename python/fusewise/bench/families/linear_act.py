@@ -112,7 +112,10 @@ class Layer:
             y = ACTIVATIONS[activation](z)
             (slope,) = torch.autograd.grad(y.sum(), z, create_graph=activation != "identity")
             if activation == "relu":
-                slope_error = (z.abs() <= 4 * z_error).double()
+                # Of halves, the sum may be rounded before the bias is added.
+                before = z if b is None else z - b
+                room = 4 * z_error + 2 * rounding.result * before.abs()
+                slope_error = (z.abs() <= room).double()
             elif activation == "identity":
                 slope_error = torch.zeros_like(z)
             else:
