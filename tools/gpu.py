@@ -111,7 +111,7 @@ def test() -> list[Callable[[], Outcome]]:
         return lambda: counted(step, [*pytest, *files, f"--junitxml={OUT / f'{step}.xml'}"])
 
     # Those of tests/gpu need most of the memory, so they run one after the other.
-    several = shares(sorted((ROOT / "tests" / "python").glob("test_*.py")), 3)
+    several = shares(sorted((ROOT / "tests" / "python").glob("test_*.py")), 5)
     return [
         lambda: counted("ctest", ctest),
         *(python_tests(f"pytest-{i}", files) for i, files in enumerate(several, 1)),
