@@ -156,29 +156,6 @@ void check_call(const Context& context, const AutoencoderBackward& call) {
   }
 }
 
-Implementations<AutoencoderForward> list(Device device, const AutoencoderForward&) {
-  return device.type == DeviceType::cpu ? cpu::autoencoder_forward() : cuda::autoencoder_forward();
-}
-
-Implementations<AutoencoderBackward> list(Device device, const AutoencoderBackward&) {
-  return device.type == DeviceType::cpu ? cpu::autoencoder_backward()
-                                        : cuda::autoencoder_backward();
-}
-
-template <typename Call>
-void check_and_run(const Context& context, const Call& call) {
-  check_call(context, call);
-  const cuda::CurrentDevice current(context.device);
-  run_chosen(list(context.device, call), context, call);
-}
-
-template <typename Call>
-Candidates check_and_explain(const Context& context, const Call& call) {
-  check_call(context, call);
-  const cuda::CurrentDevice current(context.device);
-  return candidates(list(context.device, call), context, call);
-}
-
 }  // namespace
 
 AutoencoderSizes autoencoder_sizes(const AutoencoderWeights& weights) {
@@ -202,19 +179,23 @@ AutoencoderWeights autoencoder_weights(const Safetensors& file) {
 }
 
 void autoencoder(const Context& context, const AutoencoderForward& call) {
-  check_and_run(context, call);
+  check_call(context, call);
+  run_on_device(context, call, cpu::autoencoder_forward, cuda::autoencoder_forward);
 }
 
 void autoencoder(const Context& context, const AutoencoderBackward& call) {
-  check_and_run(context, call);
+  check_call(context, call);
+  run_on_device(context, call, cpu::autoencoder_backward, cuda::autoencoder_backward);
 }
 
 Candidates explain(const Context& context, const AutoencoderForward& call) {
-  return check_and_explain(context, call);
+  check_call(context, call);
+  return explain_on_device(context, call, cpu::autoencoder_forward, cuda::autoencoder_forward);
 }
 
 Candidates explain(const Context& context, const AutoencoderBackward& call) {
-  return check_and_explain(context, call);
+  check_call(context, call);
+  return explain_on_device(context, call, cpu::autoencoder_backward, cuda::autoencoder_backward);
 }
 
 }  // namespace fusewise

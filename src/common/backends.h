@@ -45,3 +45,23 @@ Implementations<LinearActForward> linear_act_forward();
 Implementations<LinearActBackward> linear_act_backward();
 
 }  // namespace fusewise::cuda
+
+namespace fusewise {
+
+/// A call that passed its checks: the first implementation of its device's list that takes it.
+template <typename Call>
+void run_on_device(const Context& context, const Call& call, Implementations<Call> (*on_cpu)(),
+                   Implementations<Call> (*on_cuda)()) {
+  const cuda::CurrentDevice current(context.device);
+  run_chosen(context.device.type == DeviceType::cpu ? on_cpu() : on_cuda(), context, call);
+}
+
+template <typename Call>
+Candidates explain_on_device(const Context& context, const Call& call,
+                             Implementations<Call> (*on_cpu)(),
+                             Implementations<Call> (*on_cuda)()) {
+  const cuda::CurrentDevice current(context.device);
+  return candidates(context.device.type == DeviceType::cpu ? on_cpu() : on_cuda(), context, call);
+}
+
+}  // namespace fusewise

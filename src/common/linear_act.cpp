@@ -69,14 +69,6 @@ void check_kept(const TensorView& kept, Activation activation, std::int64_t m, s
   }
 }
 
-Implementations<LinearActForward> list(Device device, const LinearActForward&) {
-  return device.type == DeviceType::cpu ? cpu::linear_act_forward() : cuda::linear_act_forward();
-}
-
-Implementations<LinearActBackward> list(Device device, const LinearActBackward&) {
-  return device.type == DeviceType::cpu ? cpu::linear_act_backward() : cuda::linear_act_backward();
-}
-
 }  // namespace
 
 void check_call(const Context& context, const LinearActForward& call) {
@@ -134,26 +126,22 @@ void check_call(const Context& context, const LinearActBackward& call) {
 
 void linear_act(const Context& context, const LinearActForward& call) {
   check_call(context, call);
-  const cuda::CurrentDevice current(context.device);
-  run_chosen(list(context.device, call), context, call);
+  run_on_device(context, call, cpu::linear_act_forward, cuda::linear_act_forward);
 }
 
 void linear_act(const Context& context, const LinearActBackward& call) {
   check_call(context, call);
-  const cuda::CurrentDevice current(context.device);
-  run_chosen(list(context.device, call), context, call);
+  run_on_device(context, call, cpu::linear_act_backward, cuda::linear_act_backward);
 }
 
 Candidates explain(const Context& context, const LinearActForward& call) {
   check_call(context, call);
-  const cuda::CurrentDevice current(context.device);
-  return candidates(list(context.device, call), context, call);
+  return explain_on_device(context, call, cpu::linear_act_forward, cuda::linear_act_forward);
 }
 
 Candidates explain(const Context& context, const LinearActBackward& call) {
   check_call(context, call);
-  const cuda::CurrentDevice current(context.device);
-  return candidates(list(context.device, call), context, call);
+  return explain_on_device(context, call, cpu::linear_act_backward, cuda::linear_act_backward);
 }
 
 }  // namespace fusewise

@@ -105,30 +105,6 @@ void check_call(const Context& context, const SqueezeExciteBackward& call) {
   check_dense("db2", call.db2);
 }
 
-Implementations<SqueezeExciteForward> list(Device device, const SqueezeExciteForward&) {
-  return device.type == DeviceType::cpu ? cpu::squeeze_excite_forward()
-                                        : cuda::squeeze_excite_forward();
-}
-
-Implementations<SqueezeExciteBackward> list(Device device, const SqueezeExciteBackward&) {
-  return device.type == DeviceType::cpu ? cpu::squeeze_excite_backward()
-                                        : cuda::squeeze_excite_backward();
-}
-
-template <typename Call>
-void check_and_run(const Context& context, const Call& call) {
-  check_call(context, call);
-  const cuda::CurrentDevice current(context.device);
-  run_chosen(list(context.device, call), context, call);
-}
-
-template <typename Call>
-Candidates check_and_explain(const Context& context, const Call& call) {
-  check_call(context, call);
-  const cuda::CurrentDevice current(context.device);
-  return candidates(list(context.device, call), context, call);
-}
-
 }  // namespace
 
 Gate gate_from(std::string_view name) {
@@ -138,19 +114,25 @@ Gate gate_from(std::string_view name) {
 }
 
 void squeeze_excite(const Context& context, const SqueezeExciteForward& call) {
-  check_and_run(context, call);
+  check_call(context, call);
+  run_on_device(context, call, cpu::squeeze_excite_forward, cuda::squeeze_excite_forward);
 }
 
 void squeeze_excite(const Context& context, const SqueezeExciteBackward& call) {
-  check_and_run(context, call);
+  check_call(context, call);
+  run_on_device(context, call, cpu::squeeze_excite_backward, cuda::squeeze_excite_backward);
 }
 
 Candidates explain(const Context& context, const SqueezeExciteForward& call) {
-  return check_and_explain(context, call);
+  check_call(context, call);
+  return explain_on_device(context, call, cpu::squeeze_excite_forward,
+                           cuda::squeeze_excite_forward);
 }
 
 Candidates explain(const Context& context, const SqueezeExciteBackward& call) {
-  return check_and_explain(context, call);
+  check_call(context, call);
+  return explain_on_device(context, call, cpu::squeeze_excite_backward,
+                           cuda::squeeze_excite_backward);
 }
 
 }  // namespace fusewise

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "common/backends.h"
+#include "common/divide.h"
 #include "common/matrix.h"
 #include "common/scratch.h"
 #include "cpu/instruction_sets.h"
@@ -18,8 +19,6 @@ using Index = std::int64_t;
 
 constexpr Index kPieceElements = 64 * 1024;  // of a pass, for one thread at a time
 constexpr Index kSumRows = 64;               // whose gradients are summed up together, in order
-
-Index divide_up(Index a, Index b) { return (a + b - 1) / b; }
 
 Strides strides_of(const TensorView& t) { return {t.strides[0], t.strides[1]}; }
 Strides transposed(Strides strides) { return {strides.column, strides.row}; }

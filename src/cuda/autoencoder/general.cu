@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "common/divide.h"
 #include "common/scratch.h"
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
@@ -16,8 +17,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kTile = 16;  // of a product: rows, columns, and summands at a time
-
-std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // ---- the steps
 

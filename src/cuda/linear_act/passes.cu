@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/divide.h"
 #include "common/matrix.h"
 #include "common/scratch.h"
 #include "cuda/fast_math.cuh"
@@ -275,8 +276,6 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
   for (int i = 1; i < kSumRows; ++i) sum += parts[i][lane];
   db[column] = from_accumulator<T>(sum);
 }
-
-std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// How many columns and rows a block has: so many that all blocks run at once.
 struct Cut {

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 
+#include "common/divide.h"
+
 namespace fusewise::cuda {
 namespace {
 
-std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::int64_t align_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) * b; }
 
 /// A power of two, as large as the threads allow.

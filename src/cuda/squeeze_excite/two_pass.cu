@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "common/divide.h"
 #include "common/math.h"
 #include "common/scratch.h"
 #include "cuda/cuda_error.h"
@@ -450,8 +451,6 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__
 }
 
 // ---- host
-
-std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// Floats of shared memory of both passes; the first has its rows besides.
 std::int64_t excitation_floats(std::int64_t channels, std::int64_t r) {
