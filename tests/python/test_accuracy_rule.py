@@ -44,6 +44,14 @@ def test_many_ulps_off_fails(results):
         assert_close("y", ulps(eager, 20), eager, reference, scale)
 
 
+def test_a_coarser_type_that_it_was_computed_in_counts(results):
+    reference, eager, scale = results
+    eps = 100 * torch.finfo(eager.dtype).eps
+    assert_close("y", ulps(eager, 20), eager, reference, scale, eps)
+    with pytest.raises(AssertionError, match="y: off by"):
+        assert_close("y", ulps(eager, 2000), eager, reference, scale, eps)
+
+
 def test_as_far_as_torch_passes_and_much_farther_fails(results):
     reference, eager, scale = results
     coarse = ulps(eager, 50)

@@ -58,8 +58,16 @@ def check(names, outputs, torch_outputs, expected: dict[str, Expected]) -> Check
 
 
 @torch.no_grad()
-def compare(name: str, ours: Tensor, eager: Tensor, reference: Tensor, scale: float) -> Check:
-    """One tensor by the rule; all three on one device, in any layout."""
+def compare(
+    name: str,
+    ours: Tensor,
+    eager: Tensor,
+    reference: Tensor,
+    scale: float,
+    eps: float | None = None,
+) -> Check:
+    """One tensor by the rule; all three on one device, in any layout. `eps` is for a tensor that is
+    computed in another dtype than its own."""
 
     def broken(wrong: str, error=float("nan"), allowed=float("nan")) -> Check:
         return Check(name, error, allowed, wrong)
@@ -86,7 +94,8 @@ def compare(name: str, ours: Tensor, eager: Tensor, reference: Tensor, scale: fl
     for wrong, (count, first) in misplaced.items():
         return broken(f"{wrong}, {count} elements, the first at {first}")
 
-    allowed = 2 * torch_error + 4 * torch.finfo(ours.dtype).eps * float(scale)
+    eps = eps or torch.finfo(ours.dtype).eps
+    allowed = 2 * torch_error + 4 * eps * float(scale)
     if error <= allowed:
         return Check(name, error, allowed, "")
     count = sum(

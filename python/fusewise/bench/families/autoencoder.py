@@ -48,12 +48,27 @@ def random_weights(n_mels, frames, latent, slice_latent, draw) -> list[Tensor]:
 
 
 def eager(x, *weights, output="reconstruction"):
-    """The model as one would write it, in torch's own operators."""
-    return _steps(x, *weights)[output]
+    """The model as one would write it, in torch's own operators; no more than the output asks for
+    is computed or held."""
+    g, b, we, be, basis, g2, b2, wm, bm, wd, bd = weights
+    mels, slices, latent = we.shape[1], we.shape[0], basis.shape[0]
+    frames = basis.shape[1] // slices
+    slots = x.reshape(x.shape[0], frames, mels)
+    s = F.gelu(F.linear(F.layer_norm(slots, (mels,), g, b), we, be))
+    unit = F.normalize(basis, dim=1)
+    p = F.linear(s.flatten(1), unit)
+    z = F.gelu(F.linear(F.layer_norm(p, (latent,), g2, b2), wm, bm))
+    if output == "latent":
+        return z
+    y = F.linear((z @ unit).unflatten(1, (frames, slices)), wd, bd)
+    if output == "reconstruction":
+        return y.reshape(x.shape)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (y.to(wide) - slots.to(wide)).square().mean((1, 2))
 
 
 def _steps(x, g, b, we, be, basis, g2, b2, wm, bm, wd, bd) -> dict[str, Tensor]:
-    """Every value on the way, by name."""
+    """The same in fp64 for the reference: every value on the way, by name."""
     mels, slices, latent = we.shape[1], we.shape[0], basis.shape[0]
     frames = basis.shape[1] // slices
     slots = x.reshape(x.shape[0], frames, mels)
@@ -67,8 +82,7 @@ def _steps(x, g, b, we, be, basis, g2, b2, wm, bm, wd, bd) -> dict[str, Tensor]:
     z = F.gelu(v)
     r = (z @ unit).unflatten(1, (frames, slices))
     y = F.linear(r, wd, bd)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    score = (y.to(wide) - slots.to(wide)).square().mean((1, 2))
+    score = (y - slots).square().mean((1, 2))
     found = {"h": h, "u": u, "s": s, "p": p, "q": q, "v": v, "latent": z, "r": r, "y": y}
     return {**found, "reconstruction": y.reshape(x.shape), "score": score}
 
@@ -149,9 +163,10 @@ def expected(x, *weights_and_gradient, output="reconstruction") -> dict[str, Exp
     for name, (value, last, inside) in sums.items():
         values[name] = value
         largest[name] = _largest(last), _largest(inside)
-    dtypes = {name: t.dtype for name, t in zip(names[2:], weights, strict=True)}
-    dtypes |= {output: x.dtype, "dx": x.dtype}
-    if output == "score":
+    # What float32 weights beside half x get is computed in x's dtype.
+    dtypes = dict.fromkeys(names, x.dtype)
+    mixed = x.dtype != weights[0].dtype
+    if output == "score" and not mixed:
         dtypes["score"] = torch.float64 if x.dtype == torch.float64 else torch.float32
     return {
         name: Expected(values[name], _scale(*largest[name], dtypes[name], x.dtype))
