@@ -7,6 +7,8 @@ import math
 import pickle
 import re
 import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from autoencoder_reference import (
     OUTPUTS,
     SMALL,
     WEIGHTS,
+    Case,
     autoencoder,
     eager,
     gradients,
@@ -92,7 +95,7 @@ def test_many_rows(device):
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_gradcheck(device, output):
-    case = make_case(5, SMALL, device, DTYPES["fp64"], output=output)
+    case = make_case(2, SMALL, device, DTYPES["fp64"], output=output)
     inputs = [t.requires_grad_() for t in case.inputs]
     for choice in case.implementations():
         with fusewise.implementation(**choice):
@@ -142,9 +145,11 @@ def test_another_process_gets_the_same_bits(device, run_python):
         torch.manual_seed(0)
         found = gradients(autoencoder, make_case(100, device="{device}"))
         found = [t.cpu().numpy().tobytes() for t in found.values()]
-        print(hashlib.sha256(b"".join(found)).hexdigest())
+        digest = hashlib.sha256(b"".join(found)).hexdigest()
     """
-    assert len({run_python(program) for _ in range(2)}) == 1
+    here = {}
+    exec(textwrap.dedent(program), here)
+    assert run_python(textwrap.dedent(program) + "print(digest)").strip() == here["digest"]
 
 
 # --- the operators themselves ------------------------------------------------------------------
@@ -165,8 +170,15 @@ def test_strides_of_results_are_those_of_empty_like(device, layout):
     assert kept.shape == fake_kept.shape == (4, 4) and kept.dtype == fake_kept.dtype
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
-@pytest.mark.parametrize("dtypes", ["fp32", "fp64", "bf16-fp32"])
+@pytest.mark.parametrize(
+    "output, dtypes",
+    [
+        *((output, "fp32") for output in OUTPUTS),
+        # What a dtype changes does not depend on the output, but for that of the score.
+        ("reconstruction", "fp64"),
+        ("score", "bf16-fp32"),
+    ],
+)
 def test_opcheck(device, output, dtypes):
     case = make_case(4, SMALL, device, DTYPES[dtypes], output=output)
     for save in (True, False):
@@ -292,8 +304,7 @@ def test_host_memory_is_flat_over_many_calls():
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_autocast_takes_its_dtype(device, dtype, output):
     case = make_case(20, SMALL, device, output=output)
-    half = make_case(20, SMALL, device, output=output)
-    half.x, half.weights = case.x.to(dtype), case.weights
+    half = Case(case.x.to(dtype), case.weights, case.gradient, output)
     half.gradient = case.gradient.to(half.dtypes()[0])
     case.gradient = half.gradient.to(case.gradient.dtype)
     with torch.autocast(device, dtype=dtype):
@@ -301,9 +312,9 @@ def test_autocast_takes_its_dtype(device, dtype, output):
         transformed = torch.func.vmap(lambda x: autoencoder(x, *case.weights, output=output))(
             case.x[None]
         )[0]
-    right = gradients(autoencoder, half)
+    right = half.check()
     assert cast[output].dtype == transformed.dtype == right[output].dtype
-    torch.testing.assert_close(transformed, cast[output])
+    half.check_one(output, transformed)  # by the formula, which rounds at other places
     for name in right:
         assert torch.equal(cast[name], right[name].to(cast[name].dtype)), name
     assert cast["dx"].dtype == cast["dbasis"].dtype == torch.float32
@@ -337,12 +348,16 @@ def test_tf32_is_as_torch_is_set():
 # --- torch.compile and torch.export ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["forward", "encode", "anomaly_score"])
-def test_compile_fullgraph_with_dynamic_batch(device, method):
+@pytest.mark.parametrize(
+    "method, backend",
+    # To inductor, which takes its time, the three are one: an operator that it calls.
+    [("forward", "inductor"), ("encode", "aot_eager"), ("anomaly_score", "aot_eager")],
+)
+def test_compile_fullgraph_with_dynamic_batch(device, method, backend):
     torch._dynamo.reset()
     module = SpectralShapeAutoencoder(6, 3, 4, 5, device=device)
     plain = getattr(module, method)
-    compiled = torch.compile(plain, fullgraph=True)
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
 
     def step(fn, rows):
         torch.manual_seed(rows)
@@ -759,7 +774,8 @@ def test_double_backward_is_right(double):
     def call(*inputs):
         return autoencoder(*inputs, output=double.output)
 
-    assert torch.autograd.gradgradcheck(call, inputs)
+    # By torch's own derivatives of the formula: along random directions is enough.
+    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
 
 
 def gradient_penalty(fn, case):
@@ -1000,20 +1016,12 @@ def test_save_safetensors(module, tmp_path):
     SpectralShapeAutoencoder(6, 3, 4, 5).load_state_dict(loaded)
 
 
-def test_save_safetensors_without_the_package(run_python, tmp_path):
-    run_python(
-        """
-        import sys
-        sys.modules["safetensors"] = None
-        from fusewise.models import SpectralShapeAutoencoder
-        try:
-            SpectralShapeAutoencoder().save_safetensors("weights.safetensors")
-        except ImportError as error:
-            assert "pip install safetensors" in str(error)
-        else:
-            raise AssertionError("it was written")
-        """
-    )
+def test_save_safetensors_without_the_package(module, monkeypatch, tmp_path):
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        module.save_safetensors(tmp_path / "weights.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 # --- C++ ---------------------------------------------------------------------------------------
