@@ -38,6 +38,14 @@ def test_one_ulp_off_passes(results):
     assert_close("y", off, eager, reference, scale)
 
 
+def test_a_single_number(results):
+    reference, eager, scale = results
+    reference, eager = reference[0, 0], eager[0, 0]
+    assert_close("loss", ulps(eager, 1), eager, reference, scale)
+    with pytest.raises(AssertionError, match="1 of 1 elements"):
+        assert_close("loss", ulps(eager, 2000), eager, reference, scale)
+
+
 def test_many_ulps_off_fails(results):
     reference, eager, scale = results
     with pytest.raises(AssertionError, match="y: off by"):

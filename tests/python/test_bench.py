@@ -6,14 +6,16 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusewise
 from fusewise import bench, cli
 from fusewise.bench import accuracy, progress, report, runner, schema
 from fusewise.bench.baselines import caller
 from fusewise.bench.cases import read, recast, select
-from fusewise.bench.families import FAMILIES, squeeze_excite
-from fusewise.bench.families.family import BOTH, FORWARD
+from fusewise.bench.families import FAMILIES, autoencoder, squeeze_excite
+from fusewise.bench.families.family import BOTH, FORWARD, GRAPHED, REDUCE_OVERHEAD, STEP
+from fusewise.bench.statistics import summary
 from results import gpu_results
 
 FAST = ["bench", "--device", "cpu", "--full", "--filter", "cpu-odd-1x17", "--baseline", "eager"]
@@ -100,6 +102,103 @@ def test_a_wrong_result_gets_no_time(tmp_path, monkeypatch):
     row = json.loads((tmp_path / "results.json").read_text())["rows"][0]
     assert row["failed"].startswith("WRONG: y: off by")
     assert "contenders" not in row
+
+
+# --- train steps -------------------------------------------------------------------------------
+
+
+def step_case(output, dtype="float64"):
+    (case,) = select("autoencoder", "cpu", "full", "odd-sizes")
+    extra = case.extra | {"output": output}
+    return dataclasses.replace(case, shape=(7, 3, 33), dtype_name=dtype, extra=extra)
+
+
+@pytest.mark.parametrize("output", autoencoder.LOSSES)
+def test_the_reference_of_a_train_step_is_what_autograd_gives(output):
+    family, case = FAMILIES["autoencoder"], step_case(output)
+    assert family.modes(case) == (STEP,)
+    workload = family.build(case, "cpu", 2)
+    right = family.reference(case, workload)
+    assert tuple(right) == ("loss", *(f"d{name}" for name in autoencoder.WEIGHTS))
+    for name in ("fusewise", "eager"):
+        step = caller(workload.functions[name], workload, STEP)
+        for _ in range(2):  # gradients do not add up
+            outputs = step(0)
+        for found, (tensor, (value, scale)) in zip(outputs, right.items(), strict=True):
+            torch.testing.assert_close(found, value, msg=lambda text, n=tensor: f"{n}: {text}")
+            assert scale >= value.abs().max() * (1 - 1e-12)
+    assert all(x.grad is None for (x,) in workload.inputs)
+
+
+def test_a_train_step_has_rows_of_its_own(tmp_path):
+    cases = [
+        {"name": output, "shape": [5, 3, 33], "latent": 7, "slice_latent": 19, "output": output}
+        | {"dtype": "float32"}
+        for output in ("reconstruction", *autoencoder.LOSSES)
+    ]
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps({"family": "autoencoder", "cases": cases}))
+    baselines = [f"--baseline={name}" for name in ("eager", REDUCE_OVERHEAD, GRAPHED)]
+    arguments = ["--device", "cpu", "--cases", str(file), "--out", str(tmp_path)]
+    assert cli.main(["bench", *arguments, *baselines]) == 0
+    rows = schema.read(tmp_path / "results.json")["rows"]
+    modes = [FORWARD, BOTH, STEP, STEP]
+    assert [row["mode"] for row in rows] == modes
+    assert all("wall" in row["against"]["eager"] for row in rows)
+    said = [row["contenders"][GRAPHED]["unavailable"] for row in rows]
+    assert said == ["train steps alone"] * 2 + ["GPU only"] * 2
+    assert rows[2]["check"]["tensor"] in ("loss", *(f"d{name}" for name in autoencoder.WEIGHTS))
+    assert set(rows[2]["implementation"]) == {"forward", "backward"}
+
+
+def test_the_floor_of_a_train_step():
+    """x is read once, weights are read and their gradients written; no product is for dx."""
+    family, case = FAMILIES["autoencoder"], step_case("mse_loss", "float32")
+    weights = sum(torch.Size(shape).numel() for shape in autoencoder.shapes(33, 3, 7, 19).values())
+    assert family.bytes_moved(case, STEP) == 4 * (7 * 99 + 2 * weights)
+    dx = 2 * 7 * 3 * 33 * 19
+    assert family.operations(case, STEP) == family.operations(case, BOTH) - dx
+
+
+def test_eager_computes_no_more_than_the_output():
+    workload = FAMILIES["autoencoder"].build(step_case("mse_loss"), "cpu", 1)
+    seen = {}
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen[output].append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    for output in autoencoder.OUTPUTS:
+        seen[output] = []
+        with Recorder(), torch.no_grad():
+            autoencoder.eager(*workload.inputs[0], *workload.weights, output=output)
+    products = {name: sum("mm" in op for op in ops) for name, ops in seen.items()}
+    assert products == {"reconstruction": 5, "latent": 3, "score": 5}
+    assert not any("pow" in op for op in seen["reconstruction"])
+
+
+def test_a_baseline_may_have_wall_time_alone(tmp_path):
+    """A CUDA graph: no other graph can hold it."""
+    results = gpu_results()
+    results["baselines"].append(GRAPHED)
+    for row in results["rows"]:
+        row["contenders"][GRAPHED] = {"wall": summary([5.0] * 5)}
+        row["against"][GRAPHED] = runner.ratios(row, GRAPHED)
+        assert row["against"][GRAPHED].keys() == {"wall"}
+    cases = select("squeeze_excite", "cuda", "quick", "b4-*")
+    results["sums"] = list(runner.sums(results["rows"], cases))
+    assert GRAPHED not in results["sums"][0]["against"]
+    assert not schema.problem(results)
+    by_gpu, by_wall = (table.rows[-1] for table in report.tables(results))
+    assert "-" in by_gpu and "0.25x" in by_wall
+    assert "against graphed in wall time 0.25x" in report.one_line(results["rows"][0])
+    # Ours as a graph is a bound, not a rival.
+    assert not any("than graphed" in line for line in report.verdicts(results))
+    assert tmp_path / "speedup.png" in report.write(results, tmp_path)
+
+
+# --- what can go wrong -------------------------------------------------------------------------
 
 
 def test_an_interrupt_keeps_what_was_done(monkeypatch):

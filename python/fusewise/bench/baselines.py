@@ -11,13 +11,17 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from .families import FAMILIES
-from .families.family import BOTH, MODES, Case, Workload
-from .measure import Call
+from .families.family import BOTH, FORWARD, GRAPHED, REDUCE_OVERHEAD, STEP, Case, Workload
+from .measure import Call, Replay
 
 OURS = "fusewise"
 BASELINES = ("eager", "compile", "naive")
-# What computes less than ours, and so bounds it; not to be faster than it is no loss.
-BOUNDS = ("products",)
+COMPILED = ("compile", REDUCE_OVERHEAD)
+# What computes less than ours, or is ours without the host's part, and so bounds it; not to be
+# faster than it is no loss.
+BOUNDS = ("products", GRAPHED)
+# They are CUDA graphs themselves, which no other graph can hold: there is no GPU time of them.
+WALL_ONLY = (REDUCE_OVERHEAD, GRAPHED)
 
 # It warns of a missing GPU in every process that compiles for the CPU.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -36,10 +40,26 @@ def functions(workload: Workload, baselines: tuple[str, ...]) -> dict[str, Calla
     """Ours and the baselines by name; a string in place of a function says why it is not there."""
     found = dict(workload.functions)
     torch._dynamo.reset()  # else earlier cases count towards the limit of recompilations
-    found["compile"] = torch.compile(workload.functions["eager"], dynamic=False)
-    if workload.inputs[0][0].device.type == "cpu" and not shutil.which("g++"):
-        found["compile"] = "needs g++"
+    if "compile" not in found:  # else the family says why not
+        found["compile"] = torch.compile(workload.functions["eager"], dynamic=False)
+        if workload.inputs[0][0].device.type == "cpu" and not shutil.which("g++"):
+            found["compile"] = "needs g++"
     return {name: found[name] for name in (OURS, *baselines) if name in found}
+
+
+def calls(functions: dict[str, Callable | str], workload: Workload, mode: str):
+    """By name: what is called for a mode, or a string that says why nothing is."""
+    found: dict[str, Call | str] = {}
+    for name, function in functions.items():
+        if mode != FORWARD and name in workload.forward_only:
+            found[name] = "forward only"
+        elif isinstance(function, str):
+            found[name] = function
+        else:
+            found[name] = caller(function, workload, mode)
+            if name == GRAPHED:
+                found[name] = Replay(found[name], len(workload.inputs))
+    return found
 
 
 def caller(function: Callable, workload: Workload, mode: str) -> Call:
@@ -54,10 +74,17 @@ def caller(function: Callable, workload: Workload, mode: str) -> Call:
         y = function(*learned)
         return (y, *torch.autograd.grad(y, learned, workload.gradients[i], allow_unused=True))
 
-    return forward_and_backward if mode == BOTH else forward
+    def train_step(i: int):
+        for weight in workload.weights:
+            weight.grad = None
+        loss = function(*workload.inputs[i], *workload.weights)
+        loss.backward()
+        return (loss.detach(), *(weight.grad for weight in workload.weights))
+
+    return {FORWARD: forward, BOTH: forward_and_backward, STEP: train_step}[mode]
 
 
-def precompile(cases: list[Case], device: str):
+def precompile(cases: list[Case], device: str, baselines: tuple[str, ...]):
     """Lets several processes fill torch.compile's cache on disk; yields as each case is done.
 
     The processes that measure nothing may use all cores. What fails here fails again, and is
@@ -71,17 +98,20 @@ def precompile(cases: list[Case], device: str):
     quiet = (signal.SIGINT, signal.SIG_DFL)
     pool = ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=quiet)
     try:
-        for future in [pool.submit(_compile_case, case, device) for case in cases]:
+        for future in [pool.submit(_compile_case, case, device, baselines) for case in cases]:
             future.exception()
             yield
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compile_case(case: Case, device: str) -> None:
+def _compile_case(case: Case, device: str, baselines: tuple[str, ...]) -> None:
     torch._inductor.config.compile_threads = 1  # the processes are the parallelism
-    workload = FAMILIES[case.family].build(case, device, 1)
-    compiled = functions(workload, ("compile",))["compile"]
+    family = FAMILIES[case.family]
+    workload = family.build(case, device, 1)
+    compiled = functions(workload, tuple(name for name in COMPILED if name in baselines))
     with case.precision():
-        for mode in MODES:
-            caller(compiled, workload, mode)(0)
+        for mode in family.modes(case):
+            for name, call in calls(compiled, workload, mode).items():
+                if name in COMPILED and callable(call):
+                    call(0)

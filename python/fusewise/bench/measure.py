@@ -31,13 +31,7 @@ class GraphTimer:
 
     def __init__(self, call: Call, buffers: int):
         self._calls = buffers * -(-_GRAPH_CALLS // buffers)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for i in range(3):
-                call(i % buffers)
-        torch.cuda.current_stream().wait_stream(side)
-
+        _warm_up(call, buffers)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         # Outputs live until their buffer's turn comes again. Freed at once, every call would write
         # to the same memory, and that would stay in the cache.
@@ -86,6 +80,42 @@ class GraphTimer:
             _driver_call(driver.cuGraphNodeGetType, ctypes.c_void_p(node), ctypes.byref(kind))
             kernels += kind.value == _CU_GRAPH_NODE_TYPE_KERNEL
         return round(kernels / self._calls)
+
+
+class Replay:
+    """The same call as a CUDA graph, one for each buffer, captured when it is first asked for: what
+    is left to the host is to launch it."""
+
+    def __init__(self, call: Call, buffers: int):
+        self._call, self._buffers = call, buffers
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._results: list[object] = []
+
+    def __call__(self, i: int) -> object:
+        if not self._graphs:
+            self._capture()
+        self._graphs[i].replay()
+        return self._results[i]
+
+    def _capture(self) -> None:
+        _warm_up(self._call, self._buffers)
+        pool = torch.cuda.graph_pool_handle()  # shared: they are replayed one after the other
+        graphs = []
+        for i in range(self._buffers):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[i], pool=pool):
+                self._results.append(self._call(i))
+        self._graphs = graphs
+
+
+def _warm_up(call: Call, buffers: int) -> None:
+    """On a stream of its own, as a capture wants it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(3):
+            call(i % buffers)
+    torch.cuda.current_stream().wait_stream(side)
 
 
 def _driver_call(function, *arguments) -> None:

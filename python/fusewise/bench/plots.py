@@ -7,7 +7,6 @@ from matplotlib import pyplot  # noqa: E402 - after the choice of what draws
 
 from ..report import Plot  # noqa: E402
 from .baselines import OURS  # noqa: E402
-from .families.family import MODES  # noqa: E402
 from .report import CLOCKS, main_clock, names  # noqa: E402
 
 _TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
@@ -62,13 +61,17 @@ def _ratios(results: dict, rows: list[dict]):
         1, len(clocks), figsize=(4 + 5 * len(clocks), _height(rows)), sharey=True, squeeze=False
     )
     for axes, clock in zip(panels[0], clocks, strict=True):
-        present = [name for name in results["baselines"] if any(name in r["against"] for r in rows)]
+        present = [
+            name
+            for name in results["baselines"]
+            if any(clock in row["against"].get(name, {}) for row in rows)
+        ]
         for i, name in enumerate(present):
             marker, colour = _look(results, name)
             found = [
                 (place + 0.22 * (i - (len(present) - 1) / 2), row["against"][name][clock])
                 for place, row in enumerate(rows)
-                if name in row["against"]
+                if clock in row["against"].get(name, {})
             ]
             values = [ratio["ratio"] for _, ratio in found]
             axes.errorbar(
@@ -92,7 +95,8 @@ def _ratios(results: dict, rows: list[dict]):
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.set_xlabel(f"{clock} time of the baseline over ours")
-        axes.legend(loc="best", fontsize=8)
+        if present:
+            axes.legend(loc="best", fontsize=8)
         axes.grid(axis="x", alpha=0.3)
     _name_rows(panels[0][0], rows)
     figure.tight_layout()
@@ -113,13 +117,14 @@ def _shares(rows: list[dict], clock: str):
 
 
 def _sizes(results: dict, rows: list[dict], clock: str):
-    figure, panels = pyplot.subplots(1, len(MODES), figsize=(12, 4.6), sharey=True)
+    modes = list(dict.fromkeys(row["mode"] for row in rows if "case" in row))
+    figure, panels = pyplot.subplots(
+        1, len(modes), figsize=(6 * len(modes), 4.6), sharey=True, squeeze=False
+    )
+    panels = panels[0]
     bandwidth = results["ceilings"]["copy_bytes_per_second"]
-    for axes, mode in zip(panels, MODES, strict=True):
+    for axes, mode in zip(panels, modes, strict=True):
         single = [row for row in rows if row["mode"] == mode and "case" in row]
-        if not single:
-            axes.set_visible(False)
-            continue
         for name in (OURS, *results["baselines"]):
             points = [
                 (row["floor"]["bytes"] / 1e6, row["contenders"][name][clock]["median"])

@@ -17,7 +17,8 @@ LEGEND = (
     "Ratios are the baseline's time over ours: above 1, ours is faster. *same*: the 95 % interval "
     "of the ratio holds 1. Floor: the longer of the bytes that must move at the measured copy "
     "bandwidth and the operations at the measured matrix rate. ± is half the distance between the "
-    "quartiles. *products*: the matrix products alone, less than what ours computes: a bound."
+    "quartiles. Bounds: *products*, the matrix products alone, less than what ours computes, and "
+    "*graphed*, ours as one CUDA graph."
 )
 
 
@@ -59,7 +60,10 @@ def one_line(row: dict) -> str:
         return f"{name}: {row['failed']}"
     clock = main_clock(row)
     parts = [f"{name}: {us_text(_median(row, OURS, clock))} µs, {_share(row, clock)} of the floor"]
-    parts += [f"against {name} {_ratio(row, name, clock)}" for name in row["against"]]
+    for name, clocks in row["against"].items():
+        known = clock if clock in clocks else "wall"
+        said = "" if known == clock else " in wall time"
+        parts.append(f"against {name}{said} {_ratio(row, name, known)}")
     return ", ".join(parts)
 
 
@@ -262,7 +266,7 @@ def _spread(row: dict, clock: str) -> str:
 
 
 def _ratio(row: dict, baseline: str, clock: str) -> str:
-    if baseline not in row["against"]:
+    if clock not in row["against"].get(baseline, {}):
         return row["contenders"].get(baseline, {}).get("unavailable", "-")
     found = row["against"][baseline][clock]
     word = "" if baseline in BOUNDS else f" {_word(found)}"

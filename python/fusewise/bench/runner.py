@@ -11,11 +11,20 @@ import fusewise
 
 from .._usage import UsageError
 from . import accuracy, environment, floor
-from .baselines import OURS, caller, default_baselines, functions, precompile
+from .baselines import (
+    COMPILED,
+    OURS,
+    WALL_ONLY,
+    caller,
+    calls,
+    default_baselines,
+    functions,
+    precompile,
+)
 from .cases import read, recast, select
 from .families import FAMILIES, Family
-from .families.family import BOTH, FORWARD, MODES, Case, Workload
-from .measure import GraphTimer, LoopTimer, interleave, keep_memory, peak_bytes
+from .families.family import FORWARD, Case
+from .measure import Call, GraphTimer, LoopTimer, interleave, keep_memory, peak_bytes
 from .progress import Progress
 from .schema import VERSION
 from .statistics import median, ratio_of_sums, summary
@@ -137,11 +146,11 @@ def _run(options: Options, cases: list[Case], results: dict, progress: Progress)
         "matrix_operations_per_second": ceilings.operations_per_second,
     }
     progress.advance()
-    if "compile" in options.baselines:
+    if set(COMPILED).intersection(options.baselines):
         progress.start("torch.compile of every case, in parallel", len(cases))
-        for _ in precompile(cases, device):
+        for _ in precompile(cases, device, options.baselines):
             progress.advance()
-    progress.start("measuring", len(cases) * len(MODES))
+    progress.start("measuring", sum(len(FAMILIES[case.family].modes(case)) for case in cases))
     for case in cases:
         with case.precision():
             for row in _measure(FAMILIES[case.family], case, options, ceilings, progress):
@@ -158,34 +167,35 @@ def _measure(family, case, options, ceilings, progress):
     progress.now(f"{case.name}: data and reference")
     try:
         workload = family.build(case, device, _buffers(family, case, device))
-        candidates = functions(workload, options.baselines)
-        checks = _check(family, case, workload, candidates, progress)
+        contenders = functions(workload, options.baselines)
+        by_mode = {mode: calls(contenders, workload, mode) for mode in family.modes(case)}
+        checks = _check(family, case, workload, by_mode, progress)
     except Exception as error:
         if not _out_of_memory(error):
             raise
-        for mode in MODES:
+        for mode in family.modes(case):
             yield {**_describe(family, case, mode, ceilings), "failed": "out of memory"}
         return
-    for mode in MODES:
+    for mode, candidates in by_mode.items():
         row = _describe(family, case, mode, ceilings)
         ours = checks[mode][OURS]
         if isinstance(ours, str):
             yield {**row, "failed": ours}
             continue
         row["check"] = {"tensor": ours.tensor, "error": ours.error, "allowed": ours.allowed}
-        row["implementation"] = _implementation(candidates[OURS], workload, mode)
+        row["implementation"] = _implementation(candidates[OURS])
         row["contenders"] = {
             name: {"unavailable": check}
             for name, check in checks[mode].items()
             if isinstance(check, str)
         }
-        calls = {
-            name: caller(candidates[name], workload, mode)
+        timed = {
+            name: candidates[name]
             for name, check in checks[mode].items()
             if not isinstance(check, str)
         }
         try:
-            times = _time(case, mode, calls, workload, device, _EFFORT[options.size], progress)
+            times = _time(case, mode, timed, workload, device, _EFFORT[options.size], progress)
         except Exception as error:
             if not _out_of_memory(error):
                 raise
@@ -228,22 +238,20 @@ def _describe(family: Family, case: Case, mode: str, ceilings: floor.Ceilings) -
     }
 
 
-def _check(family, case, workload, candidates, progress) -> dict[str, dict]:
+def _check(family, case, workload, by_mode, progress) -> dict[str, dict]:
     """For each mode and contender the passed check, or why there is nothing to be timed."""
     expected = family.reference(case, workload)
     checks: dict[str, dict] = {}
-    for mode in MODES:
+    for mode, candidates in by_mode.items():
         right = caller(workload.functions["eager"], workload, mode)(0)
         checks[mode] = {}
-        for name, function in candidates.items():
+        for name, call in candidates.items():
             progress.now(f"{case.name} {mode}: checking {name}")
-            if mode == BOTH and name in workload.forward_only:
-                function = "forward only"
-            if isinstance(function, str):
-                checks[mode][name] = function
+            if isinstance(call, str):
+                checks[mode][name] = call
                 continue
             try:
-                outputs = caller(function, workload, mode)(0)
+                outputs = call(0)
             except Exception as error:  # a baseline that cannot run is a row's remark, not its end
                 if _out_of_memory(error):
                     raise
@@ -257,7 +265,7 @@ def _check(family, case, workload, candidates, progress) -> dict[str, dict]:
     return checks
 
 
-def _implementation(function, workload: Workload, mode: str) -> dict[str, dict]:
+def _implementation(call: Call) -> dict[str, dict]:
     """By direction: which one ran, and why those before it in the list declined."""
     return {
         record.direction: {
@@ -268,24 +276,25 @@ def _implementation(function, workload: Workload, mode: str) -> dict[str, dict]:
                 if candidate.reason
             },
         }
-        for record in fusewise.explain(caller(function, workload, mode), 0)
+        for record in fusewise.explain(call, 0)
     }
 
 
-def _time(case, mode, calls, workload, device, effort, progress) -> dict[str, dict]:
+def _time(case, mode, timed, workload, device, effort, progress) -> dict[str, dict]:
     """Times of each contender in µs, by GPU clock and wall clock, its peak memory and kernels."""
-    found: dict[str, dict] = {name: {} for name in calls}
+    found: dict[str, dict] = {name: {} for name in timed}
     buffers = len(workload.inputs)
-    progress.now(f"{case.name} {mode}: wall time of {', '.join(calls)}")
-    loops = {name: LoopTimer(call, buffers, device) for name, call in calls.items()}
+    progress.now(f"{case.name} {mode}: wall time of {', '.join(timed)}")
+    loops = {name: LoopTimer(call, buffers, device) for name, call in timed.items()}
     for name, samples in interleave(loops, effort.rounds, effort.budget).items():
         found[name]["wall"] = summary(samples)
     if device == "cuda":
-        for name, call in calls.items():
+        alone = {name: call for name, call in timed.items() if name not in WALL_ONLY}
+        for name, call in alone.items():
             found[name]["peak_bytes"] = peak_bytes(call)
         torch.cuda.empty_cache()
-        progress.now(f"{case.name} {mode}: GPU time of {', '.join(calls)}")
-        graphs = {name: GraphTimer(call, buffers) for name, call in calls.items()}
+        progress.now(f"{case.name} {mode}: GPU time of {', '.join(alone)}")
+        graphs = {name: GraphTimer(call, buffers) for name, call in alone.items()}
         for name, samples in interleave(graphs, effort.rounds, effort.budget).items():
             found[name]["gpu"] = summary(samples)
             found[name]["kernels"] = graphs[name].kernels()
@@ -293,14 +302,15 @@ def _time(case, mode, calls, workload, device, effort, progress) -> dict[str, di
 
 
 def ratios(row: dict, name: str) -> dict[str, dict]:
-    """How a baseline compares, by each clock."""
+    """How a baseline compares, by each clock that it has."""
     return {
-        clock: ratio_of_sums([(1, *_samples(row, name, clock))]).as_dict() for clock in _clocks(row)
+        clock: ratio_of_sums([(1, *_samples(row, name, clock))]).as_dict()
+        for clock in _clocks(row, name)
     }
 
 
-def _clocks(row: dict) -> list[str]:
-    return [clock for clock in ("gpu", "wall") if clock in row["contenders"][OURS]]
+def _clocks(row: dict, name: str) -> list[str]:
+    return [clock for clock in ("gpu", "wall") if clock in row["contenders"][name]]
 
 
 def _samples(row: dict, name: str, clock: str) -> tuple[list[float], list[float]]:
@@ -311,7 +321,7 @@ def sums(rows: list[dict], cases: list[Case]):
     """A row for each group and mode, where every case of the group was measured."""
     for group in dict.fromkeys(case.group for case in cases if case.group):
         members = {case.name for case in cases if case.group == group}
-        for mode in MODES:
+        for mode in dict.fromkeys(row["mode"] for row in rows):
             parts = [
                 row
                 for row in rows
@@ -327,8 +337,12 @@ def _sum(group: str, mode: str, parts: list[dict]) -> dict:
             row["count"] * median(row["contenders"][name][clock]["samples"]) for row in parts
         )
 
-    clocks = _clocks(parts[0])
-    names = [name for name in parts[0]["against"] if all(name in row["against"] for row in parts)]
+    clocks = _clocks(parts[0], OURS)
+    names = [
+        name
+        for name in parts[0]["against"]
+        if all(clock in row["against"].get(name, {}) for row in parts for clock in clocks)
+    ]
     return {
         "group": group,
         "mode": mode,

@@ -1,5 +1,6 @@
 """SpectralShapeAutoencoder: what is compared, with what, and what it costs at least."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,7 +10,17 @@ from torch import Tensor
 from fusewise.models._autoencoder import autoencoder
 
 from ..accuracy import Expected
-from .family import BOTH, Case, Family, Workload
+from .family import (
+    BOTH,
+    FORWARD,
+    GRAPHED,
+    MODES,
+    REDUCE_OVERHEAD,
+    STEP,
+    Case,
+    Family,
+    Workload,
+)
 
 WEIGHTS = (
     "norm_weight",
@@ -25,6 +36,9 @@ WEIGHTS = (
     "decoder_bias",
 )
 OUTPUTS = ("reconstruction", "latent", "score")
+# What a train step minimises: mse_loss of the reconstruction, or the mean of the scores. They are
+# one function; the second never writes the reconstruction.
+LOSSES = ("mse_loss", "mean_score")
 _ROWS = 4096  # that the reference takes together: in fp64, with every sum of |terms|, they are 1 GB
 
 
@@ -110,22 +124,73 @@ def build(case: Case, device: str, buffers: int) -> Workload:
             return random((rows,), learned=False, dtype=wide)
         return data(learned=False)
 
-    return Workload(
-        inputs=[(data(learned=True),) for _ in range(buffers)],
-        gradients=[gradient() for _ in range(buffers)],
+    step = output in LOSSES
+    workload = Workload(
+        inputs=[(data(learned=not step),) for _ in range(buffers)],
+        gradients=[] if step else [gradient() for _ in range(buffers)],
         weights=tuple(
             random_weights(mels, frames, case.extra["latent"], case.extra["slice_latent"], random)
         ),
-        functions={
-            "fusewise": partial(autoencoder, output=output),
-            "eager": partial(eager, output=output),
-        },
+        functions=_losses(output) if step else _outputs(output),
+        forward_only=frozenset({REDUCE_OVERHEAD}),
     )
+    workload.functions |= _more_baselines(case, workload, device)
+    return workload
+
+
+def _outputs(output: str) -> dict[str, Callable]:
+    return {
+        "fusewise": partial(autoencoder, output=output),
+        "eager": partial(eager, output=output),
+    }
+
+
+def _losses(output: str) -> dict[str, Callable]:
+    def mse_loss(x, *weights):
+        return F.mse_loss(autoencoder(x, *weights), x)
+
+    def mean_score(x, *weights):
+        score = autoencoder(x, *weights, output="score")
+        return score.mean().to(x.dtype)  # as mse_loss gives it
+
+    def eager_loss(x, *weights):
+        return F.mse_loss(eager(x, *weights), x)
+
+    return {"fusewise": mse_loss if output == "mse_loss" else mean_score, "eager": eager_loss}
+
+
+def _more_baselines(case: Case, workload: Workload, device: str) -> dict[str, Callable | str]:
+    """Those that are not for every case. To compile takes longer than all the rest together, so it
+    is done only where the sizes are the model's own and the precision is torch's own."""
+    output = case.extra["output"]
+    sizes = (*case.shape[1:], case.extra["latent"], case.extra["slice_latent"])
+    usual = case.dtype_name == "float32" and sizes == (5, 64, 32, 64)
+    found: dict[str, Callable | str] = {GRAPHED: "train steps alone"}
+    if output in LOSSES:
+        found[GRAPHED] = workload.functions["fusewise"] if device == "cuda" else "GPU only"
+    if not usual or output not in ("reconstruction", "mse_loss"):
+        found["compile"] = found[REDUCE_OVERHEAD] = "not for this"
+    elif device != "cuda":
+        found[REDUCE_OVERHEAD] = "GPU only"
+    else:
+        for weight in workload.weights:  # as a module's parameters: not copied for every call
+            torch._dynamo.mark_static_address(weight)
+        found[REDUCE_OVERHEAD] = torch.compile(
+            workload.functions["eager"], mode="reduce-overhead", dynamic=False
+        )
+    return found
 
 
 def reference(case: Case, workload: Workload) -> dict[str, Expected]:
-    inputs = (*workload.inputs[0], *workload.weights, workload.gradients[0])
-    return expected(*inputs, output=case.extra["output"])
+    inputs, output = (*workload.inputs[0], *workload.weights), case.extra["output"]
+    if output not in LOSSES:
+        return expected(*inputs, workload.gradients[0], output=output)
+    rows = case.shape[0]
+    gradient = torch.full((rows,), 1 / rows, dtype=torch.float64, device=inputs[0].device)
+    found = expected(*inputs, gradient, output="score")
+    scores = found.pop("score")
+    del found["dx"]
+    return {"loss": Expected(scores.value.mean(), scores.scale), **found}
 
 
 def expected(x, *weights_and_gradient, output="reconstruction") -> dict[str, Expected]:
@@ -294,30 +359,40 @@ def _weight_count(case: Case) -> int:
 
 def bytes_moved(case: Case, mode: str) -> int:
     """Forward reads x and writes the output; backward reads x and the gradient and writes dx; the
-    weights are read each way and their gradients written. The reconstruction is as large as x."""
+    weights are read each way and their gradients written. The reconstruction is as large as x. A
+    train step could do all with one look at x."""
     rows, frames, mels = case.shape
     row = frames * mels
+    if mode == STEP:
+        return (rows * row + 2 * _weight_count(case)) * case.dtype.itemsize
     out = row if case.extra["output"] == "reconstruction" else 1
     forward, backward = row + out, 2 * row + out
     elements = rows * (forward + backward) + 3 * _weight_count(case)
-    if mode != BOTH:
+    if mode == FORWARD:
         elements = rows * forward + _weight_count(case)
     return elements * case.dtype.itemsize
 
 
 def operations(case: Case, mode: str) -> int:
-    """Of the matrix products as the model states them, once forward and twice backward. Folding the
-    decoder into the basis takes a third less: such an implementation may fall below this floor."""
+    """Of the matrix products as the model states them, once forward and twice backward, where a
+    train step leaves out the one for dx. Folding the decoder into the basis takes a third less:
+    such an implementation may fall below this floor."""
     rows, frames, mels = case.shape
     latent, slices = case.extra["latent"], case.extra["slice_latent"]
     products = 2 * frames * mels * slices + 2 * frames * slices * latent + latent * latent
-    return 2 * rows * products * (3 if mode == BOTH else 1)
+    times = {FORWARD: 1, BOTH: 3, STEP: 3}[mode]
+    without = frames * mels * slices if mode == STEP else 0
+    return 2 * rows * (times * products - without)
+
+
+def modes(case: Case) -> tuple[str, ...]:
+    return (STEP,) if case.extra["output"] in LOSSES else MODES
 
 
 FAMILY = Family(
     name="autoencoder",
     rank=3,
-    extra={"latent": None, "slice_latent": None, "output": ("reconstruction", "score")},
+    extra={"latent": None, "slice_latent": None, "output": ("reconstruction", "score", *LOSSES)},
     build=build,
     reference=reference,
     bytes_moved=bytes_moved,
@@ -338,4 +413,6 @@ FAMILY = Family(
         for output in ("reconstruction", "score")
     ),
     layouts=("contiguous", "channels_last"),
+    baselines=(REDUCE_OVERHEAD, GRAPHED),
+    modes=modes,
 )

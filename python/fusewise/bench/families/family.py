@@ -11,7 +11,12 @@ from ..accuracy import Expected
 
 FORWARD = "forward"
 BOTH = "forward+backward"
+STEP = "train step"  # gradients to None, a loss, backward; no optimizer
 MODES = (FORWARD, BOTH)
+
+# Baselines of some families, on a GPU only.
+REDUCE_OVERHEAD = "reduce-overhead"  # torch.compile(mode="reduce-overhead")
+GRAPHED = "graphed"  # ours, captured in a CUDA graph as a whole
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 TF32 = "tf32"  # float32, with torch set to use TF32 in its products
@@ -57,7 +62,8 @@ class Case:
 
 @dataclass
 class Workload:
-    """One case, ready to run: `function(*inputs[i], *weights)` gives the output."""
+    """One case, ready to run: `function(*inputs[i], *weights)` gives the output, or for a train
+    step the loss, which is learned by the weights alone."""
 
     inputs: list[tuple[Tensor, ...]]
     """One tuple for each rotating buffer."""
@@ -72,6 +78,10 @@ class Workload:
     """Those that compute something else, less, and are there to be compared in time alone."""
 
 
+def both_modes(case: Case) -> tuple[str, ...]:
+    return MODES
+
+
 @dataclass(frozen=True)
 class Family:
     name: str
@@ -83,7 +93,7 @@ class Family:
     """From the case, the device and the number of buffers."""
     reference: Callable[[Case, Workload], dict[str, Expected]]
     """The output and every gradient, those of inputs first, then those of weights, for the first
-    buffer, in fp64 (fp32 for half data of large size)."""
+    buffer, in fp64 (fp32 for half data of large size). Of a train step, inputs have none."""
     bytes_moved: Callable[[Case, str], int]
     """The fewest bytes that a mode must move."""
     operations: Callable[[Case, str], int]
@@ -93,3 +103,5 @@ class Family:
     layouts: tuple[str, ...] = ("contiguous",)
     baselines: tuple[str, ...] = ()
     """Of its own, beside those that every family has."""
+    modes: Callable[[Case], tuple[str, ...]] = both_modes
+    """In which a case is measured."""
