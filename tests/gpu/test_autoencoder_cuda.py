@@ -3,6 +3,9 @@
 The matrix of dtypes, layouts, outputs and sizes is in tests/python and runs on the GPU too.
 """
 
+import contextlib
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,18 @@ from reference import same_bits
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
+@contextlib.contextmanager
+def precision(name):
+    """Of torch's own products of float32, "ieee" or "tf32"."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = name
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 def slow_down(milliseconds=20):
     """Keeps the current stream busy, so that work on a wrong stream overtakes it."""
     torch.cuda._sleep(int(milliseconds * 1.5e6))
@@ -37,20 +52,40 @@ def test_default_sizes_in_every_implementation(dtypes, rows):
         assert {"fused", "general"} <= case.check_every_implementation()
 
 
-def test_many_rows():
-    make_case(65536, DEFAULT, "cuda").check()
+@pytest.mark.parametrize("output", ["reconstruction", "score"])
+@pytest.mark.parametrize("kind", ["fp32", "tf32", "bf16"])
+def test_many_rows(kind, output):
+    """Values and gradients where every block has many tiles of rows; the reference comes in
+    pieces."""
+    dtypes = DTYPES["fp32" if kind == "tf32" else kind]
+    with precision("tf32" if kind == "tf32" else "ieee"):
+        make_case(65536, DEFAULT, "cuda", dtypes, output=output).check()
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_tf32_where_torch_allows_it(output):
     """Held against eager with the same setting."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    try:
+    with precision("tf32"):
         make_case(700, DEFAULT, "cuda", output=output).check_every_implementation()
-    finally:
-        matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [DEFAULT, SMALL], ids=["default", "small"])
+def test_rows_of_nan_and_inf(sizes, dtypes, output, value):
+    """In x: NaN where torch has it, gradients included, and not a bit of another row changes."""
+    case = make_case(40, sizes, "cuda", DTYPES[dtypes], output=output)
+    clean = gradients(autoencoder, case)
+    case.x[7, 3] = value
+    case.x[20] = value
+    found = case.check()
+    case.check_every_implementation()
+    others = torch.ones(40, dtype=torch.bool, device="cuda")
+    others[[7, 20]] = False
+    for name in (output, "dx"):
+        assert torch.equal(found[name][others], clean[name][others]), name
+        assert found[name][~others].isnan().any()
 
 
 def test_float32_is_exact_by_default():
@@ -85,6 +120,23 @@ def test_other_streams():
     stream.synchronize()
     for name in right:
         assert same_bits(found[name], right[name]), name
+
+
+def test_several_streams_at_once():
+    """Nothing that a call needs is shared with another that runs at the same time."""
+    cases = [make_case(rows, DEFAULT, "cuda") for rows in (1, 40, 600, 5000)]
+    right = [gradients(autoencoder, case) for case in cases]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in cases]
+    for _ in range(5):
+        found = []
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                slow_down(1)  # so that the host has launched all before the first is done
+                found.append(gradients(autoencoder, case))
+        torch.cuda.synchronize()
+        for each, expected in zip(found, right, strict=True):
+            assert all(same_bits(each[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -144,8 +196,11 @@ def test_a_score_writes_no_reconstruction():
     assert torch.cuda.max_memory_allocated() - before < case.x.nbytes / 10
 
 
-@pytest.mark.parametrize("loss, share", [("score", 5), ("mse", 3)])
+@pytest.mark.parametrize("loss, share", [("score", 5), ("mse", 2.3)])
 def test_peak_memory_of_a_training_step(loss, share):
+    """With x as the unit, eager holds 7.44, of which two are torch's mse_loss's own: one as long as
+    the loss lives, and a passing one. With ours it has the same two, beside the reconstruction and
+    0.1: 3.1, and a share of 2.4 (docs/autoencoder.md)."""
     model = SpectralShapeAutoencoder(device="cuda")
     x = torch.randn(65536, 320, device="cuda")
     state = model.state_dict()
@@ -169,4 +224,8 @@ def test_peak_memory_of_a_training_step(loss, share):
     def eager_step():
         F.mse_loss(eager(x, *weights), x).backward()
 
-    assert peak(step) * share <= peak(eager_step)
+    ours, eagers = peak(step), peak(eager_step)
+    assert ours * share <= eagers
+    if loss == "mse":
+        theirs = 2 * x.nbytes  # of mse_loss itself
+        assert (ours - theirs) * 4 <= eagers - theirs

@@ -6,8 +6,9 @@ from torch import nn
 
 from fusewise import cli, lessons
 from fusewise.bench import schema
+from fusewise.bench.families.family import STEP
 from fusewise.bench.floor import measure_ceilings
-from fusewise.bench.measure import GraphTimer
+from fusewise.bench.measure import GraphTimer, Replay
 from fusewise.bench.progress import Progress
 from fusewise.profile import Options, kinds, run
 
@@ -47,6 +48,38 @@ def test_a_row_has_kernels_memory_and_both_clocks(tmp_path):
         ours, eager = row["contenders"]["fusewise"], row["contenders"]["eager"]
         assert {"gpu", "wall", "peak_bytes", "kernels"} <= ours.keys()
         assert 0 < ours["kernels"] < eager["kernels"]
+
+
+def test_a_replay_computes_what_the_call_does():
+    x = [torch.randn(100, device="cuda") for _ in range(3)]
+    call = Replay(lambda i: (x[i] * 2, x[i].sum()), 3)
+    for _ in range(2):
+        for i in (0, 2, 1):
+            doubled, total = call(i)
+            assert torch.equal(doubled, x[i] * 2) and torch.equal(total, x[i].sum())
+            x[i].normal_()  # replayed, it sees what is there by then
+            doubled, total = call(i)
+            assert torch.equal(doubled, x[i] * 2) and torch.equal(total, x[i].sum())
+
+
+def test_a_train_step_as_it_is_and_graphed(tmp_path):
+    arguments = ["bench", "autoencoder", "--full", "--device", "cuda", "--filter", "step-32"]
+    arguments += ["--baseline", "eager", "--baseline", "graphed"]
+    assert cli.main([*arguments, "--out", str(tmp_path)]) == 0
+    (row,) = schema.read(tmp_path / "results.json")["rows"]
+    assert row["mode"] == STEP
+    assert {"gpu", "wall", "peak_bytes", "kernels"} <= row["contenders"]["fusewise"].keys()
+    assert row["contenders"]["graphed"].keys() == {"wall"}
+    assert row["against"]["eager"].keys() == {"gpu", "wall"}
+
+
+def test_reduce_overhead_has_wall_time(tmp_path):
+    arguments = ["bench", "autoencoder", "--full", "--device", "cuda", "--filter", "rows-32"]
+    arguments += ["--baseline", "reduce-overhead"]
+    assert cli.main([*arguments, "--out", str(tmp_path)]) == 0
+    forward, both = schema.read(tmp_path / "results.json")["rows"]
+    assert forward["contenders"]["reduce-overhead"].keys() == {"wall"}
+    assert both["contenders"]["reduce-overhead"] == {"unavailable": "forward only"}
 
 
 class Net(nn.Module):
