@@ -34,6 +34,7 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("all", "cpu", "cuda"), default="all")
+    parser.addoption("--share", metavar="I/N", help="every Nth test, from the Ith (0 to N - 1) on")
 
 
 def pytest_generate_tests(metafunc):
@@ -43,7 +44,10 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", [d for d in devices if wanted in ("all", d)])
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if share := config.getoption("--share"):
+        first, count = map(int, share.split("/"))
+        items[:] = items[first::count]
     missing = pytest.mark.skip(reason=f"needs two GPUs, found {torch.cuda.device_count()}")
     for item in items:
         if "two_gpus" in item.keywords and torch.cuda.device_count() < 2:
@@ -55,7 +59,7 @@ def _same_numbers_every_time():
     torch.manual_seed(0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_python():
     """Runs a program in a fresh interpreter that finds the same modules; fails where it fails."""
 

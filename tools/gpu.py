@@ -15,11 +15,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,7 @@ ENVIRONMENT = os.environ | {
         filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")])
     ),
 }
+SHARES = 8  # of the Python tests, side by side
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
@@ -97,34 +100,50 @@ def build() -> list[Outcome]:
     return [configure, run("build", ["cmake", "--build", "--preset", "dev"], timeout=240)]
 
 
-def test() -> list[Callable[[], Outcome]]:
+@contextmanager
+def shared_gpu():
+    """What the tests' processes get in their environment. Without the multi-process service, a GPU
+    serves one process at a time, for milliseconds each, and ten of them mostly wait."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
+        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+        environment = dict.fromkeys(names, folder)
+        if (
+            not control
+            or subprocess.run([control, "-d"], env=ENVIRONMENT | environment).returncode != 0
+        ):
+            print("the multi-process service does not run: tests take longer")
+            yield {}
+            return
+        try:
+            yield environment
+        finally:
+            subprocess.run([control], env=ENVIRONMENT | environment, input="quit\n", text=True)
+
+
+def test(**environment) -> list[Callable[[], Outcome]]:
     ctest = ["ctest", "--preset", "dev", "-j", "4", "--output-junit", OUT / "ctest.xml"]
     pytest = [sys.executable, "-m", "pytest", "-q", "--device=cuda"]
 
     def counted(step: str, command: list) -> Outcome:
         # Several at once: with all cores each, they would only wait for each other.
-        outcome = run(step, command, timeout=300, show=False, OMP_NUM_THREADS="4")
+        threads = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        outcome = run(step, command, timeout=400, show=False, **threads, **environment)
         outcome.detail = count_tests(OUT / f"{step}.xml") or outcome.detail
         return outcome
 
-    def python_tests(step: str, files: list) -> Callable[[], Outcome]:
-        return lambda: counted(step, [*pytest, *files, f"--junitxml={OUT / f'{step}.xml'}"])
+    def python_tests(step: str, which: list) -> Callable[[], Outcome]:
+        return lambda: counted(step, [*pytest, *which, f"--junitxml={OUT / f'{step}.xml'}"])
 
     # Those of tests/gpu need most of the memory, so they run one after the other.
-    several = shares(sorted((ROOT / "tests" / "python").glob("test_*.py")), 5)
     return [
         lambda: counted("ctest", ctest),
-        *(python_tests(f"pytest-{i}", files) for i, files in enumerate(several, 1)),
+        *(
+            python_tests(f"pytest-{i}", ["tests/python", f"--share={i}/{SHARES}"])
+            for i in range(SHARES)
+        ),
         python_tests("pytest-gpu", ["tests/gpu"]),
     ]
-
-
-def shares(files: list[Path], count: int) -> list[list[Path]]:
-    """The files in `count` lists of about the same size in bytes."""
-    found: list[list[Path]] = [[] for _ in range(count)]
-    for file in sorted(files, key=lambda file: -file.stat().st_size):
-        min(found, key=lambda share: sum(f.stat().st_size for f in share)).append(file)
-    return found
 
 
 def count_tests(junit: Path) -> str | None:
@@ -159,7 +178,7 @@ def sanitize() -> list[Callable[[], Outcome]]:
         # With its cache, torch hands out pieces of large blocks, and nothing is out of bounds.
         uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         step = f"{tool}-{name}"
-        outcome = run(step, [*checker, *programs[name]], timeout=280, show=False, **uncached)
+        outcome = run(step, [*checker, *programs[name]], timeout=400, show=False, **uncached)
         found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", (OUT / f"{step}.log").read_text())
         outcome.detail += f", {found[-1] if found else 'no summary'}"
         return outcome
@@ -246,8 +265,10 @@ def main() -> int:
     try:
         if "build" in steps:
             outcomes += build()
-        jobs = (test() if "test" in steps else []) + (sanitize() if "sanitize" in steps else [])
-        outcomes += side_by_side(jobs)
+        with shared_gpu() as environment:
+            jobs = test(**environment) if "test" in steps else []
+            jobs += sanitize() if "sanitize" in steps else []
+            outcomes += side_by_side(jobs)
         if "bench" in steps:
             outcomes.append(bench(options.bench))
     finally:

@@ -110,9 +110,8 @@ TensorView imagined(const TensorView& like, DType dtype, std::int64_t rows, std:
 
 std::int64_t rows_in(const TensorView& t) { return t.rank >= 1 ? t.sizes[0] : 0; }
 
-/// Where `fill(y)` is false, what is kept is only allocated.
 Forward forward(const CallContext& context, const Tensor& x, const Tensor& w,
-                const OptionalTensor& b, const Settings& settings, bool save, const auto& fill) {
+                const OptionalTensor& b, const Settings& settings, bool save) {
   const Rows x_rows = rows_of("x", x, true);
   const Rows w_rows = w.dim() == 2 ? rows_of("w", w, true) : Rows{w, view_of("w", w)};
   const OptionalTensor b_dense = dense(b);
@@ -137,7 +136,7 @@ Forward forward(const CallContext& context, const Tensor& x, const Tensor& w,
   }
   if (save && relu) result.kept = new_dense(x, DType::u8, {m, bit_bytes(n)});
   call.y = rows_of("y", result.y, true).view;
-  if (save && settings.activation != Activation::identity && fill(result.y)) {
+  if (save && settings.activation != Activation::identity) {
     call.kept = rows_of("kept", result.kept, true).view;
   }
   linear_act(context.get(), call);
@@ -228,8 +227,7 @@ std::tuple<Tensor, Tensor> linear_act_forward(const Tensor& x, const Tensor& w,
                                               const Text& implementation) {
   const CallContext context(x);
   const Settings settings{activation_from(activation), {tf32, reduced_sums, tune}, implementation};
-  const Forward result =
-      forward(context, x, w, b, settings, save, [](const Tensor&) { return true; });
+  const Forward result = forward(context, x, w, b, settings, save);
   return {result.y, result.kept};
 }
 
@@ -291,13 +289,12 @@ struct Stack {
   Settings settings(std::size_t layer) const {
     return {layer + 1 == size() ? final_activation : activation, math, implementation};
   }
-  bool keeps(std::size_t layer) const { return settings(layer).activation != Activation::identity; }
-  /// Of a hidden relu the output itself tells what backward needs; its bits save reading that again
-  /// where it has left the cache by then.
-  bool needs_bits(std::size_t layer, const Tensor& y) const {
-    constexpr std::int64_t kCacheBytes = 32 << 20;
-    if (settings(layer).activation != Activation::relu || layer + 1 == size()) return true;
-    return y.is_cpu() || y.numel() * size_of(kind_of("y", y).dtype) > kCacheBytes;
+  /// Of a hidden relu, the output tells what backward needs, and the next layer keeps that anyway.
+  bool told_by_output(std::size_t layer) const {
+    return layer + 1 < size() && settings(layer).activation == Activation::relu;
+  }
+  bool keeps(std::size_t layer) const {
+    return settings(layer).activation != Activation::identity && !told_by_output(layer);
   }
 };
 
@@ -332,8 +329,7 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
   for (std::size_t i = 0; i < stack.size(); ++i) {
     const OptionalTensor bias = biases.empty() ? OptionalTensor() : biases[i];
     Forward result = in_layer(i, [&] {
-      return forward(context, y, weights[i], bias, stack.settings(i), save && stack.keeps(i),
-                     [&](const Tensor& made) { return stack.needs_bits(i, made); });
+      return forward(context, y, weights[i], bias, stack.settings(i), save && stack.keeps(i));
     });
     if (save && i > 0) hidden.push_back(y);
     if (save && stack.keeps(i)) kept.push_back(result.kept);
@@ -381,8 +377,9 @@ std::vector<Tensor> mlp_backward(const Tensor& dy, const Tensor& x,
       found[1 + layers + i] = new_dense(x, dtype, {0});
       continue;
     }
-    const bool bits = !stack.keeps(i) || last || stack.needs_bits(i, saved[i]);
-    const Tensor& what = !stack.keeps(i) ? gradient : bits ? saved[kept[i]] : saved[i];
+    const Tensor& what = stack.keeps(i)            ? saved[kept[i]]
+                         : stack.told_by_output(i) ? saved[i]
+                                                   : gradient;
     const Backward result = in_layer(i, [&] {
       return backward(context, gradient, input, weights[i], what, stack.settings(i), wanted, !last);
     });

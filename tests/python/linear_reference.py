@@ -182,7 +182,7 @@ class Case:
         """Forward and all gradients of `fn` against the rule; returns them."""
         ours = gradients(self, fn)
         for name, (found, reference, scale) in self.expected().items():
-            assert_close(name, ours[name], found, reference, scale)
+            assert_close(name, ours[name], found, reference, scale, computed_in=self.x.dtype)
         return ours
 
     def implementations(self, backward=True):

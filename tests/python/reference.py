@@ -171,9 +171,9 @@ def gradients(fn, case):
     return {"y": y.detach(), **dict(zip(present, found, strict=True))}
 
 
-def assert_close(name, ours, eager, reference, scale, eps=None):
+def assert_close(name, ours, eager, reference, scale, computed_in=None):
     """Raises AssertionError, with the figures, where the rule is broken."""
-    found = compare(name, ours, eager, reference, scale, eps)
+    found = compare(name, ours, eager, reference, scale, computed_in)
     assert found.passed, found
 
 

@@ -251,7 +251,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, capsys
     assert "matplotlib is not installed; it comes with fusewise[bench]" in said
 
 
-LARGE = {"name": "large", "shape": [800, 9_600_000, 28, 28], "reduced": 2, "dtype": "float32"}
+LARGE = {"name": "large", "shape": [8000, 9_600_000, 28, 28], "reduced": 2, "dtype": "float32"}
 
 
 def cases_file(path, *cases):

@@ -79,7 +79,7 @@ def test_accuracy_by_layout_of_the_gradient(device, activation, layout):
 
 
 @pytest.mark.parametrize("dtypes", ("fp32", "fp16"))
-@pytest.mark.parametrize("sizes", itertools.product((1, 3, 65, 129), repeat=2), ids=str)
+@pytest.mark.parametrize("sizes", list(itertools.product((1, 3, 65, 129), repeat=2)), ids=str)
 def test_odd_sizes(device, dtypes, sizes):
     for m in (1, 3, 65, 129):
         for activation in ("relu", "gelu"):
@@ -410,7 +410,7 @@ def test_nothing_can_be_forced_under_a_transform(device):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("wanted", itertools.product((False, True), repeat=3), ids=str)
+@pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=3)), ids=str)
 def test_only_the_wanted_gradients_are_computed(device, activation, wanted):
     case = make_case((2, 3), 6, 5, device, activation=activation)
     full = gradients(case)

@@ -38,7 +38,7 @@ def test_accuracy_by_dtype_and_activation(device, dtypes, activation, bias):
         case.check_every_implementation()
 
 
-@pytest.mark.parametrize("pair", itertools.permutations(ACTIVATIONS, 2), ids=str)
+@pytest.mark.parametrize("pair", list(itertools.permutations(ACTIVATIONS, 2)), ids=str)
 def test_any_two_activations(device, pair):
     make_mlp_case((7,), SIZES, device, DTYPES["fp32"], *pair).check_every_implementation()
 
@@ -129,11 +129,7 @@ def test_opcheck(device, activation):
     for bias in (True, False):
         case = make_mlp_case((4,), (6, 5, 3), device, activation=activation, bias=bias)
         torch.library.opcheck(forward_op, operator_arguments(case, False))
-        # On CUDA the bits of small hidden layers are only allocated, and differ in a rerun.
-        some = ("test_schema", "test_autograd_registration", "test_faketensor")
-        comparable = device == "cpu" or activation != "relu"
-        every = ("test_aot_dispatch_dynamic",) if comparable else ()
-        torch.library.opcheck(forward_op, operator_arguments(case), test_utils=(*some, *every))
+        torch.library.opcheck(forward_op, operator_arguments(case))
         saved = forward_op(*operator_arguments(case))[1]
         kinds = (activation, "identity")
         for dx, needs in ((True, [1, 1, 1, 1]), (False, [0, 1, 0, 0]), (True, [0, 0, 0, 0])):
@@ -179,7 +175,7 @@ def test_meta_tensors_get_shapes_and_dtypes():
 
 
 @pytest.mark.parametrize("activation", ("relu", "gelu"))
-@pytest.mark.parametrize("wanted", itertools.product((False, True), repeat=5), ids=str)
+@pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=5)), ids=str)
 def test_only_the_wanted_gradients_are_computed(device, activation, wanted):
     """x, two weights, two biases."""
     case = make_mlp_case((4,), (6, 5, 3), device, activation=activation)
@@ -221,7 +217,7 @@ class Kept(list):
 
 
 def test_what_is_kept_for_backward(device):
-    """With relu: the hidden outputs, and a bit an element of every layer that has a relu."""
+    """With relu: the hidden outputs, and a bit an element of the last layer."""
     m, sizes = 16, (8, 24, 40, 32)
     for final, bits in (("identity", 0), ("relu", m * 32 // 8)):
         case = make_mlp_case((m,), sizes, device, DTYPES["bf16"], "relu", final)
@@ -231,7 +227,7 @@ def test_what_is_kept_for_backward(device):
             y = case.call(mlp, inputs)
         known = {t.data_ptr() for t in inputs}
         own = sum(t.nbytes for t in kept if t.data_ptr() not in known)
-        assert own == (2 * m + m // 8) * (24 + 40) + bits
+        assert own == 2 * m * (24 + 40) + bits
         y.backward(case.dy)
 
 

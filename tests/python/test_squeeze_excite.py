@@ -51,7 +51,7 @@ def test_accuracy_by_dtype_and_layout(device, dtypes, layout):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("bias", itertools.product((True, False), repeat=2))
+@pytest.mark.parametrize("bias", list(itertools.product((True, False), repeat=2)))
 @pytest.mark.parametrize("convolution", (False, True), ids=("matrix", "convolution"))
 def test_accuracy_by_function(device, activation, gate, bias, convolution):
     case = make_case(
@@ -209,7 +209,7 @@ def test_meta_tensors_get_shapes_and_strides():
 # --- gradients only where they are wanted ------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanted", itertools.product((False, True), repeat=5))
+@pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=5)))
 def test_only_the_wanted_gradients_are_computed(device, wanted):
     case = make_case((2, 6, 4, 5), 3, device)
     full = gradients(squeeze_excite, case)

@@ -119,7 +119,8 @@ def _(
     for i, w in enumerate(weights):
         last = i + 1 == len(weights)
         kind = final_activation if last else activation
-        keeps = save and kind != "identity"
+        # Of a hidden relu, the output tells what backward needs.
+        keeps = save and kind != "identity" and (last or kind != "relu")
         if save and i > 0:
             hidden.append(y)
         try:

@@ -3,9 +3,10 @@
     max|ours - ref| <= 2 max|torch - ref| + 4 eps scale
 
 ref is the formula in higher precision on the same rounded inputs, torch is eager in the same dtype
-on the same device, eps is that of the compared tensor, and scale the largest sum of |terms| behind
-an element. Ours is finite wherever ref and torch both are, infinite as they are where both are the
-same infinity, and NaN exactly where torch is.
+on the same device, eps is that of the type that the tensor is computed in, its own but under
+autocast, and scale the largest sum of |terms| behind an element. Ours is finite wherever ref and
+torch both are, infinite as they are where both are the same infinity, and NaN exactly where torch
+is.
 """
 
 from dataclasses import dataclass
@@ -64,10 +65,13 @@ def compare(
     eager: Tensor,
     reference: Tensor,
     scale: float,
-    eps: float | None = None,
+    computed_in: torch.dtype | None = None,
 ) -> Check:
-    """One tensor by the rule; all three on one device, in any layout. `eps` is for a tensor that is
-    computed in another dtype than its own."""
+    """One tensor by the rule; all three on one device, in any layout.
+
+    `computed_in`: where that is not its own type. Under autocast, torch computes the gradients of
+    float32 parameters in the half type, and casts them then.
+    """
 
     def broken(wrong: str, error=float("nan"), allowed=float("nan")) -> Check:
         return Check(name, error, allowed, wrong)
@@ -96,7 +100,7 @@ def compare(
     for wrong, (count, first) in misplaced.items():
         return broken(f"{wrong}, {count} elements, the first at {first}")
 
-    eps = eps or torch.finfo(ours.dtype).eps
+    eps = torch.finfo(computed_in or ours.dtype).eps
     allowed = 2 * torch_error + 4 * eps * float(scale)
     if error <= allowed:
         return Check(name, error, allowed, "")

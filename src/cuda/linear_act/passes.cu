@@ -17,21 +17,24 @@ namespace fusewise::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kByte = 8;   // columns whose bits share one
-constexpr int kDepth = 4;  // rows that a thread has in flight
-constexpr int kBlocksPerMultiprocessor = 8;
+constexpr int kGroup = 8;  // adjacent columns of a thread; their bits are a byte
+/// At once on a multiprocessor, of those with vectors: bounds their registers.
+constexpr int kBlocks = 4, kBlocksWithValues = 3;
+
+/// Rows that a thread has in flight: 64 bytes of them.
+template <typename T>
+constexpr int kDepth = std::max<int>(1, 64 / (kGroup * sizeof(T)));
 
 /// A block has 32 groups of columns and 8 rows at a time. Where rows are few and to be summed up,
 /// it has 4 groups and 64 rows, and goes through all of them: nothing is left to be added.
 constexpr int kWideShift = 5, kNarrowShift = 2;
 constexpr long long kFewRows = 512;
 
-/// Adjacent elements of a row as they are in memory: a vector where addresses allow it, so that the
-/// threads of a warp touch one piece of memory; else eight, one by one, with a stride.
+/// A thread's columns of a row as they are in memory: vectors where addresses allow it, else one by
+/// one, with a stride.
 template <typename T, bool kVectors>
 struct Group {
-  static constexpr int kSize = kVectors ? Vector<T>::kSize : kByte;
-  alignas(16) T values[kSize];
+  alignas(16) T values[kGroup];
 
   __device__ __forceinline__ Accumulator<T> operator[](int i) const {
     return to_accumulator<Accumulator<T>>(values[i]);
@@ -42,19 +45,25 @@ struct Group {
 
   __device__ __forceinline__ void load(const T* from, long long stride, int count) {
     if constexpr (kVectors) {
-      reinterpret_cast<Vector<T>&>(values) = load_vector(from);
+#pragma unroll
+      for (int i = 0; i < kGroup; i += Vector<T>::kSize) {
+        reinterpret_cast<Vector<T>&>(values[i]) = load_vector(from + i);
+      }
     } else {
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = i < count ? from[i * stride] : T(0.0f);
+      for (int i = 0; i < kGroup; ++i) values[i] = i < count ? from[i * stride] : T(0.0f);
     }
   }
 
   __device__ __forceinline__ void store(T* to, int count) const {
     if constexpr (kVectors) {
-      store_vector(to, reinterpret_cast<const Vector<T>&>(values));
+#pragma unroll
+      for (int i = 0; i < kGroup; i += Vector<T>::kSize) {
+        store_vector(to + i, reinterpret_cast<const Vector<T>&>(values[i]));
+      }
     } else {
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
+      for (int i = 0; i < kGroup; ++i) {
         if (i < count) to[i] = values[i];
       }
     }
@@ -70,19 +79,17 @@ struct Place {
   int lane, strand, strands;
   int count;  // columns that exist, of the thread's
 
-  __device__ Place(long long rows, long long columns, long long chunk, int shift, int group) {
-    const long long block = gridDim.x - 1 - blockIdx.x;
-    const long long width = static_cast<long long>(group) << shift;
-    const long long tiles = (columns + width - 1) / width;
+  __device__ Place(long long rows, long long columns, long long chunk, unsigned tiles, int shift) {
+    const unsigned block = gridDim.x - 1 - blockIdx.x;
     lane = threadIdx.x & ((1 << shift) - 1);
     strand = threadIdx.x >> shift;
     strands = kThreads >> shift;
     index = block / tiles;
-    tile = (block - index * tiles) * width;
-    column = tile + lane * group;
+    tile = static_cast<long long>(block % tiles) * (kGroup << shift);
+    column = tile + lane * kGroup;
     first_row = index * chunk + strand;
     end_row = min(rows, (index + 1) * chunk);
-    count = static_cast<int>(max(0ll, min(static_cast<long long>(group), columns - column)));
+    count = static_cast<int>(max(0ll, min(static_cast<long long>(kGroup), columns - column)));
   }
 };
 
@@ -127,26 +134,27 @@ struct ActivationArguments {
   void* y;
   unsigned char* bits;
   long long rows, columns, chunk, z_stride, y_stride, bit_stride;
+  unsigned tiles;
   int shift;
   Activation kind;
 };
 
 template <Activation kKind, typename T, bool kVectors>
-__global__ void __launch_bounds__(kThreads) activate_rows(const ActivationArguments a) {
-  constexpr int kGroup = Group<T, kVectors>::kSize;
-  const Place place(a.rows, a.columns, a.chunk, a.shift, kGroup);
+__global__ void __launch_bounds__(kThreads, kVectors ? kBlocks : 1)
+    activate_rows(const ActivationArguments a) {
+  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift);
   if (place.count == 0) return;
   const T* z = static_cast<const T*>(a.z) + place.column;
   T* y = static_cast<T*>(a.y) + place.column;
-  for (long long row = place.first_row; row < place.end_row; row += kDepth * place.strands) {
-    Group<T, kVectors> values[kDepth];
+  for (long long row = place.first_row; row < place.end_row; row += kDepth<T> * place.strands) {
+    Group<T, kVectors> values[kDepth<T>];
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
+    for (int i = 0; i < kDepth<T>; ++i) {
       const long long at = row + i * place.strands;
       if (at < place.end_row) values[i].load(z + at * a.z_stride, 1, place.count);
     }
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
+    for (int i = 0; i < kDepth<T>; ++i) {
       const long long at = row + i * place.strands;
       if (at >= place.end_row) break;
       if (a.bits != nullptr) {
@@ -155,13 +163,7 @@ __global__ void __launch_bounds__(kThreads) activate_rows(const ActivationArgume
         for (int j = 0; j < kGroup; ++j) {
           open |= static_cast<unsigned>(j < place.count && !(values[i][j] <= 0)) << j;
         }
-        if constexpr (kGroup < kByte) {  // two neighbours share a byte
-          static_assert(2 * kGroup == kByte);
-          open |= __shfl_xor_sync(3u << (threadIdx.x & 30), open, 1) << kGroup;
-        }
-        if (place.column % kByte == 0) {
-          a.bits[at * a.bit_stride + place.column / kByte] = static_cast<unsigned char>(open);
-        }
+        a.bits[at * a.bit_stride + place.column / kGroup] = static_cast<unsigned char>(open);
       }
       if (a.y == nullptr) continue;
 #pragma unroll
@@ -180,40 +182,42 @@ struct GradientArguments {
   const void *dy, *kept;
   void *dz, *sums;  // the chunks' sums, or db itself where there is but one chunk
   long long rows, columns, chunk, dy_stride, dy_step, kept_stride, dz_stride;
+  unsigned tiles;
   int shift;
   bool only_chunk;
   Activation kind;
 };
 
 template <Activation kKind, Keeps kKeeps, typename T, bool kVectors>
-__global__ void __launch_bounds__(kThreads) differentiate_rows(const GradientArguments a) {
+__global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
+                                            : kKeeps == Keeps::values ? kBlocksWithValues
+                                                                      : kBlocks)
+    differentiate_rows(const GradientArguments a) {
   using A = Accumulator<T>;
-  constexpr int kGroup = Group<T, kVectors>::kSize;
   __shared__ A parts[kThreads / 32][32 * kGroup];
   allow_next_kernel();
-  const Place place(a.rows, a.columns, a.chunk, a.shift, kGroup);
+  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift);
   const T* dy = static_cast<const T*>(a.dy) + place.column * a.dy_step;
   const T* values = static_cast<const T*>(a.kept) + place.column;
-  const auto* bits = static_cast<const unsigned char*>(a.kept) + place.column / kByte;
-  const int first_bit = static_cast<int>(place.column % kByte);
+  const auto* bits = static_cast<const unsigned char*>(a.kept) + place.column / kGroup;
   T* dz = static_cast<T*>(a.dz) + place.column;
   A sums[kGroup] = {};
   const long long end_row = place.count == 0 ? 0 : place.end_row;
-  for (long long row = place.first_row; row < end_row; row += kDepth * place.strands) {
-    Group<T, kVectors> gradients[kDepth], kept[kKeeps == Keeps::values ? kDepth : 1];
-    unsigned open[kDepth];
+  for (long long row = place.first_row; row < end_row; row += kDepth<T> * place.strands) {
+    Group<T, kVectors> gradients[kDepth<T>], kept[kKeeps == Keeps::values ? kDepth<T> : 1];
+    unsigned open[kDepth<T>];
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
+    for (int i = 0; i < kDepth<T>; ++i) {
       const long long at = row + i * place.strands;
       if (at >= end_row) break;
       gradients[i].load(dy + at * a.dy_stride, a.dy_step, place.count);
-      if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride] >> first_bit;
+      if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride];
       if constexpr (kKeeps == Keeps::values) {
         kept[i].load(values + at * a.kept_stride, 1, place.count);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
+    for (int i = 0; i < kDepth<T>; ++i) {
       const long long at = row + i * place.strands;
       if (at >= end_row) break;
 #pragma unroll
@@ -277,18 +281,40 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
   db[column] = from_accumulator<T>(sum);
 }
 
-/// How many columns and rows a block has: so many that all blocks run at once.
+/// How many columns and rows a block has.
 struct Cut {
   int shift;
   std::int64_t tiles, chunk, chunks;
 
-  Cut(const Context& context, std::int64_t rows, std::int64_t columns, int group, bool narrow)
-      : shift(narrow ? kNarrowShift : kWideShift), tiles(divide_up(columns, group << shift)) {
-    const std::int64_t blocks =
-        std::int64_t{limits_of(context.device).multiprocessors} * kBlocksPerMultiprocessor;
-    const std::int64_t wanted = narrow ? 1 : std::max<std::int64_t>(1, blocks / tiles);
-    chunk = std::max<std::int64_t>(divide_up(rows, wanted), kThreads >> shift);
-    chunks = std::max<std::int64_t>(1, divide_up(rows, chunk));
+  /// The GPU deals out many small blocks best: as few rows as a thread has in flight, and fewer
+  /// where that leaves multiprocessors idle.
+  Cut(const Context& context, std::int64_t rows, std::int64_t columns, int depth)
+      : shift(kWideShift), tiles(divide_up(columns, kGroup << shift)) {
+    const int all = limits_of(context.device).multiprocessors;
+    do {
+      chunk = depth * (kThreads >> shift);
+      chunks = divide_up(rows, chunk);
+      depth /= 2;
+    } while (depth > 0 && tiles * chunks < all);
+  }
+
+  /// Where columns are summed up, a chunk costs memory, so there are only as many as keep the GPU
+  /// busy; few rows are one chunk.
+  static Cut for_sums(const Context& context, std::int64_t rows, std::int64_t columns, int depth) {
+    Cut cut(context, rows, columns, depth);
+    if (rows <= kFewRows) {
+      cut.shift = kNarrowShift;
+      cut.tiles = divide_up(columns, kGroup << kNarrowShift);
+      cut.chunk = kFewRows;
+      cut.chunks = 1;
+    } else {
+      constexpr int kWaves = 2;
+      const std::int64_t all = limits_of(context.device).multiprocessors;
+      const std::int64_t wanted = std::max<std::int64_t>(1, all * kBlocks * kWaves / cut.tiles);
+      cut.chunk *= divide_up(rows, cut.chunk * wanted);
+      cut.chunks = divide_up(rows, cut.chunk);
+    }
+    return cut;
   }
 };
 
@@ -296,7 +322,7 @@ template <typename T>
 bool takes_vectors(const TensorView& t) {
   if (!t.defined()) return true;
   const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
-  return aligned && has_adjacent_rows(t) && t.sizes[1] % kByte == 0 &&
+  return aligned && has_adjacent_rows(t) && t.sizes[1] % kGroup == 0 &&
          matrix_of(t).stride % Vector<T>::kSize == 0;
 }
 
@@ -340,8 +366,9 @@ void activate(const Context& context, const ActivationPass& pass) {
   dispatch_dtype(pass.z.dtype, [&]<typename T>(T) {
     const bool vectors = takes_vectors<T>(pass.z) && takes_vectors<T>(pass.y);
     dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
-      const Cut cut(context, rows, columns, Group<T, kVectors>::kSize, false);
+      const Cut cut(context, rows, columns, kDepth<T>);
       arguments.chunk = cut.chunk;
+      arguments.tiles = static_cast<unsigned>(cut.tiles);
       arguments.shift = cut.shift;
       // Not overlapping the kernel before: behind a product there is nothing to be done ahead.
       launch_kernel({context, cut.tiles * cut.chunks, kThreads}, "activating",
@@ -373,11 +400,13 @@ void differentiate(const Context& context, const GradientPass& pass) {
     const bool vectors = takes_vectors<T>(pass.dy) && takes_vectors<T>(pass.dz) &&
                          (bits || nothing || takes_vectors<T>(pass.kept));
     dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
-      const Cut cut(context, rows, columns, Group<T, kVectors>::kSize, sums && rows <= kFewRows);
+      const Cut cut = sums ? Cut::for_sums(context, rows, columns, kDepth<T>)
+                           : Cut(context, rows, columns, kDepth<T>);
       const bool only_chunk = cut.chunks == 1;
       const Scratch<A> partial(context, sums && !only_chunk ? cut.chunks * columns : 0);
       arguments.sums = sums && only_chunk ? pass.db.data : partial.data();
       arguments.chunk = cut.chunk;
+      arguments.tiles = static_cast<unsigned>(cut.tiles);
       arguments.shift = cut.shift;
       arguments.only_chunk = only_chunk;
       const auto launch = [&]<Keeps kKeeps>() {
