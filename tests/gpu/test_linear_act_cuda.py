@@ -196,7 +196,7 @@ def test_the_first_use_on_a_side_stream():
 
 
 def test_several_threads_at_once():
-    """Each with its own stream and sizes that nobody has measured yet, and all with one in common."""
+    """On their own streams, with sizes not measured before, two of them the same."""
     cases = [
         make_case((257,), k, 392, "cuda", DTYPES["bf16"], "relu") for k in (72, 72, 88, 104, 120)
     ]
