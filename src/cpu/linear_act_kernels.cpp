@@ -14,6 +14,9 @@ namespace {
 template <typename T>
 using LanesOf = typename Memory<T>::V;
 
+template <typename T>
+constexpr bool kHalf = sizeof(T) == 2;
+
 /// So many columns at a time: whole bytes of bits, whole vectors.
 template <typename T>
 constexpr int kUnit = Memory<T>::kLanes > 8 ? Memory<T>::kLanes : 8;
@@ -63,7 +66,7 @@ void activate_unit(const T* z, T* y, std::uint8_t* bits, Count... count) {
   const auto step = [&](int i, auto... left) {
     const LanesOf<T> value = M::load(z + i, left...);
     if constexpr (kBits) open |= to_bits(~(value <= 0)) << i;
-    M::store(y + i, activate<kKind>(value), left...);
+    M::store(y + i, activate<kKind, kHalf<T>>(value), left...);
   };
   if constexpr (sizeof...(Count) == 0) {
     for (int i = 0; i < kUnit<T>; i += M::kLanes) step(i);
@@ -152,7 +155,7 @@ void differentiate_lanes(const GradientRow<T>& row, Index i, Count... count) {
     gradient = select(from_bits(gradient, open >> i % 8), gradient, LanesOf<T>{});
   }
   if constexpr (kKeeps == Keeps::values) {
-    gradient = activation_gradient<kKind>(M::load(row.kept + i, count...), gradient);
+    gradient = activation_gradient<kKind, kHalf<T>>(M::load(row.kept + i, count...), gradient);
   }
   if (row.dz != nullptr) M::store(row.dz + i, gradient, count...);
   if (row.sums != nullptr) {

@@ -195,6 +195,28 @@ def test_the_first_use_on_a_side_stream():
         assert same_bits(found[output], expected[output])
 
 
+def test_several_threads_at_once():
+    """On their own streams, with sizes not measured before, two of them the same."""
+    cases = [
+        make_case((257,), k, 392, "cuda", DTYPES["bf16"], "relu") for k in (72, 72, 88, 104, 120)
+    ]
+    torch.cuda.synchronize()
+
+    def work(case):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = [gradients(case) for _ in range(5)]
+        stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        results = list(pool.map(work, cases))
+    for case, found in zip(cases, results, strict=True):
+        expected = case.check()
+        for each in found:
+            assert all(same_bits(each[output], expected[output]) for output in expected)
+
+
 def capture(step):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
