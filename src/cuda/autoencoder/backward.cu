@@ -663,11 +663,13 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
   const std::int64_t packed = packed_bytes(layout, kind);
   const Scratch<unsigned char> memory(context, packed);
   const WantedSums wanted = wanted_sums(call);
+  // A latent gives the decoder no sums, but gradients that are to be written: zeros.
+  const bool finishes =
+      wanted.any() || call.gradients.decoder_weight || call.gradients.decoder_bias;
   const std::int64_t tile_rows = 16 * plan.warps;
   const std::int64_t blocks = std::clamp<std::int64_t>((sizes.rows + tile_rows - 1) / tile_rows, 0,
                                                        limits_of(context.device).multiprocessors);
-  const Scratch<float> sums(context,
-                            wanted.any() ? at.floats * std::max<std::int64_t>(blocks, 1) : 0);
+  const Scratch<float> sums(context, finishes ? at.floats * std::max<std::int64_t>(blocks, 1) : 0);
   pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, true,
                layout, memory.data());
   const Arguments a{call.x,
@@ -697,7 +699,7 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
       launch<P, WideShape>(context, a, plan.warps, blocks, shared);
     }
   });
-  if (!wanted.any()) return;
+  if (!finishes) return;
   const std::int64_t weight_bytes =
       std::int64_t{layout.groups} * (kind == PackedKind::half ? 8 : 16);
   finish_gradients(context, call, layout, at, static_cast<int>(blocks), sums.data(),
