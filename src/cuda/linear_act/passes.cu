@@ -17,12 +17,17 @@ namespace fusewise::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kGroup = 8;  // adjacent columns of a thread; their bits are a byte
+constexpr int kByte = 8;  // columns whose bits share one
 /// At once on a multiprocessor, of those with vectors: bounds their registers.
 constexpr int kBlocks = 4, kBlocksWithValues = 3;
 
+/// Adjacent columns of a thread: a vector, so that a warp touches one piece of memory. Who only
+/// reads, and writes bits, has a byte of these, so that a warp writes a whole sector of them.
+template <typename T, bool kVectors, bool kOnlyBits = false>
+constexpr int kColumns = kVectors && !kOnlyBits ? Vector<T>::kSize : kByte;
+
 /// Rows that a thread has in flight: 64 bytes of them.
-template <typename T>
+template <typename T, int kGroup>
 constexpr int kDepth = std::max<int>(1, 64 / (kGroup * sizeof(T)));
 
 /// A block has 32 groups of columns and 8 rows at a time. Where rows are few and to be summed up,
@@ -32,7 +37,7 @@ constexpr long long kFewRows = 512;
 
 /// A thread's columns of a row as they are in memory: vectors where addresses allow it, else one by
 /// one, with a stride.
-template <typename T, bool kVectors>
+template <typename T, bool kVectors, int kGroup>
 struct Group {
   alignas(16) T values[kGroup];
 
@@ -79,17 +84,18 @@ struct Place {
   int lane, strand, strands;
   int count;  // columns that exist, of the thread's
 
-  __device__ Place(long long rows, long long columns, long long chunk, unsigned tiles, int shift) {
+  __device__ Place(long long rows, long long columns, long long chunk, unsigned tiles, int shift,
+                   int group) {
     const unsigned block = gridDim.x - 1 - blockIdx.x;
     lane = threadIdx.x & ((1 << shift) - 1);
     strand = threadIdx.x >> shift;
     strands = kThreads >> shift;
     index = block / tiles;
-    tile = static_cast<long long>(block % tiles) * (kGroup << shift);
-    column = tile + lane * kGroup;
+    tile = static_cast<long long>(block % tiles) * (group << shift);
+    column = tile + lane * group;
     first_row = index * chunk + strand;
     end_row = min(rows, (index + 1) * chunk);
-    count = static_cast<int>(max(0ll, min(static_cast<long long>(kGroup), columns - column)));
+    count = static_cast<int>(max(0ll, min(static_cast<long long>(group), columns - column)));
   }
 };
 
@@ -139,22 +145,22 @@ struct ActivationArguments {
   Activation kind;
 };
 
-template <Activation kKind, typename T, bool kVectors>
+template <Activation kKind, typename T, bool kVectors, bool kOnlyBits>
 __global__ void __launch_bounds__(kThreads, kVectors ? kBlocks : 1)
     activate_rows(const ActivationArguments a) {
-  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift);
+  constexpr int kGroup = kColumns<T, kVectors, kOnlyBits>, kRows = kDepth<T, kGroup>;
+  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup);
   if (place.count == 0) return;
   const T* z = static_cast<const T*>(a.z) + place.column;
-  T* y = static_cast<T*>(a.y) + place.column;
-  for (long long row = place.first_row; row < place.end_row; row += kDepth<T> * place.strands) {
-    Group<T, kVectors> values[kDepth<T>];
+  for (long long row = place.first_row; row < place.end_row; row += kRows * place.strands) {
+    Group<T, kVectors, kGroup> values[kRows];
 #pragma unroll
-    for (int i = 0; i < kDepth<T>; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const long long at = row + i * place.strands;
       if (at < place.end_row) values[i].load(z + at * a.z_stride, 1, place.count);
     }
 #pragma unroll
-    for (int i = 0; i < kDepth<T>; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const long long at = row + i * place.strands;
       if (at >= place.end_row) break;
       if (a.bits != nullptr) {
@@ -163,14 +169,21 @@ __global__ void __launch_bounds__(kThreads, kVectors ? kBlocks : 1)
         for (int j = 0; j < kGroup; ++j) {
           open |= static_cast<unsigned>(j < place.count && !(values[i][j] <= 0)) << j;
         }
-        a.bits[at * a.bit_stride + place.column / kGroup] = static_cast<unsigned char>(open);
+        if constexpr (kGroup < kByte) {  // two neighbours share a byte
+          static_assert(2 * kGroup == kByte);
+          open |= __shfl_xor_sync(3u << (threadIdx.x & 30), open, 1) << kGroup;
+        }
+        if (place.column % kByte == 0) {
+          a.bits[at * a.bit_stride + place.column / kByte] = static_cast<unsigned char>(open);
+        }
       }
-      if (a.y == nullptr) continue;
+      if constexpr (!kOnlyBits) {
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        values[i].set(j, apply<kKind, T, kVectors>(a.kind, values[i][j]));
+        for (int j = 0; j < kGroup; ++j) {
+          values[i].set(j, apply<kKind, T, kVectors>(a.kind, values[i][j]));
+        }
+        values[i].store(static_cast<T*>(a.y) + at * a.y_stride + place.column, place.count);
       }
-      values[i].store(y + at * a.y_stride, place.count);
     }
   }
 }
@@ -194,30 +207,32 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
                                                                       : kBlocks)
     differentiate_rows(const GradientArguments a) {
   using A = Accumulator<T>;
+  constexpr int kGroup = kColumns<T, kVectors>, kRows = kDepth<T, kGroup>;
   __shared__ A parts[kThreads / 32][32 * kGroup];
   allow_next_kernel();
-  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift);
+  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup);
   const T* dy = static_cast<const T*>(a.dy) + place.column * a.dy_step;
   const T* values = static_cast<const T*>(a.kept) + place.column;
-  const auto* bits = static_cast<const unsigned char*>(a.kept) + place.column / kGroup;
+  const auto* bits = static_cast<const unsigned char*>(a.kept) + place.column / kByte;
+  const int first_bit = static_cast<int>(place.column % kByte);
   T* dz = static_cast<T*>(a.dz) + place.column;
   A sums[kGroup] = {};
   const long long end_row = place.count == 0 ? 0 : place.end_row;
-  for (long long row = place.first_row; row < end_row; row += kDepth<T> * place.strands) {
-    Group<T, kVectors> gradients[kDepth<T>], kept[kKeeps == Keeps::values ? kDepth<T> : 1];
-    unsigned open[kDepth<T>];
+  for (long long row = place.first_row; row < end_row; row += kRows * place.strands) {
+    Group<T, kVectors, kGroup> gradients[kRows], kept[kKeeps == Keeps::values ? kRows : 1];
+    unsigned open[kRows];
 #pragma unroll
-    for (int i = 0; i < kDepth<T>; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const long long at = row + i * place.strands;
       if (at >= end_row) break;
       gradients[i].load(dy + at * a.dy_stride, a.dy_step, place.count);
-      if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride];
+      if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride] >> first_bit;
       if constexpr (kKeeps == Keeps::values) {
         kept[i].load(values + at * a.kept_stride, 1, place.count);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kDepth<T>; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const long long at = row + i * place.strands;
       if (at >= end_row) break;
 #pragma unroll
@@ -288,8 +303,8 @@ struct Cut {
 
   /// The GPU deals out many small blocks best: as few rows as a thread has in flight, and fewer
   /// where that leaves multiprocessors idle.
-  Cut(const Context& context, std::int64_t rows, std::int64_t columns, int depth)
-      : shift(kWideShift), tiles(divide_up(columns, kGroup << shift)) {
+  Cut(const Context& context, std::int64_t rows, std::int64_t columns, int group, int depth)
+      : shift(kWideShift), tiles(divide_up(columns, group << shift)) {
     const int all = limits_of(context.device).multiprocessors;
     do {
       chunk = depth * (kThreads >> shift);
@@ -300,11 +315,12 @@ struct Cut {
 
   /// Where columns are summed up, a chunk costs memory, so there are only as many as keep the GPU
   /// busy; few rows are one chunk.
-  static Cut for_sums(const Context& context, std::int64_t rows, std::int64_t columns, int depth) {
-    Cut cut(context, rows, columns, depth);
+  static Cut for_sums(const Context& context, std::int64_t rows, std::int64_t columns, int group,
+                      int depth) {
+    Cut cut(context, rows, columns, group, depth);
     if (rows <= kFewRows) {
       cut.shift = kNarrowShift;
-      cut.tiles = divide_up(columns, kGroup << kNarrowShift);
+      cut.tiles = divide_up(columns, group << kNarrowShift);
       cut.chunk = kFewRows;
       cut.chunks = 1;
     } else {
@@ -322,7 +338,7 @@ template <typename T>
 bool takes_vectors(const TensorView& t) {
   if (!t.defined()) return true;
   const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
-  return aligned && has_adjacent_rows(t) && t.sizes[1] % kGroup == 0 &&
+  return aligned && has_adjacent_rows(t) && t.sizes[1] % kByte == 0 &&
          matrix_of(t).stride % Vector<T>::kSize == 0;
 }
 
@@ -365,14 +381,22 @@ void activate(const Context& context, const ActivationPass& pass) {
   arguments.kind = pass.activation;
   dispatch_dtype(pass.z.dtype, [&]<typename T>(T) {
     const bool vectors = takes_vectors<T>(pass.z) && takes_vectors<T>(pass.y);
-    dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
-      const Cut cut(context, rows, columns, kDepth<T>);
+    const auto launch = [&]<Activation kKind, bool kVectors, bool kOnlyBits>() {
+      constexpr int kGroup = kColumns<T, kVectors, kOnlyBits>;
+      const Cut cut(context, rows, columns, kGroup, kDepth<T, kGroup>);
       arguments.chunk = cut.chunk;
       arguments.tiles = static_cast<unsigned>(cut.tiles);
       arguments.shift = cut.shift;
-      // Not overlapping the kernel before: behind a product there is nothing to be done ahead.
+      // Not overlapping the kernel before: behind a product there is nothing to be done ahead, and
+      // it was measured to gain nothing.
       launch_kernel({context, cut.tiles * cut.chunks, kThreads}, "activating",
-                    activate_rows<kKind, T, kVectors>, arguments);
+                    activate_rows<kKind, T, kVectors, kOnlyBits>, arguments);
+    };
+    dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
+      if (pass.y.defined()) return launch.template operator()<kKind, kVectors, false>();
+      if constexpr (kKind == Activation::relu || !kVectors) {
+        launch.template operator()<kKind, kVectors, true>();
+      }
     });
   });
 }
@@ -400,8 +424,9 @@ void differentiate(const Context& context, const GradientPass& pass) {
     const bool vectors = takes_vectors<T>(pass.dy) && takes_vectors<T>(pass.dz) &&
                          (bits || nothing || takes_vectors<T>(pass.kept));
     dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
-      const Cut cut = sums ? Cut::for_sums(context, rows, columns, kDepth<T>)
-                           : Cut(context, rows, columns, kDepth<T>);
+      constexpr int kGroup = kColumns<T, kVectors>, kRows = kDepth<T, kGroup>;
+      const Cut cut = sums ? Cut::for_sums(context, rows, columns, kGroup, kRows)
+                           : Cut(context, rows, columns, kGroup, kRows);
       const bool only_chunk = cut.chunks == 1;
       const Scratch<A> partial(context, sums && !only_chunk ? cut.chunks * columns : 0);
       arguments.sums = sums && only_chunk ? pass.db.data : partial.data();
