@@ -40,7 +40,8 @@ __device__ __forceinline__ int position(int n, int k, int input_blocks) {
 template <typename E, bool kRound>
 __device__ __forceinline__ E packed_value(float value) {
   if constexpr (kRound) {
-    return nearest_tf32(value);
+    // What it is multiplied by will be cut.
+    return nearest_tf32(fmaf(value, kCutLoss, value));
   } else {
     return from_accumulator<E>(value);
   }
