@@ -56,20 +56,8 @@ struct Arguments {
   int decode_groups;  // of a frame's decoder that are needed: the score needs both directions
   int room;           // groups of the largest part that is a frame's own
   int weight_bytes;   // of shared memory
-  int held_frames;    // whose sums stay in shared memory until the end
+  bool holds;         // the encoder's sums stay in shared memory until the end
 };
-
-// Sums that a block keeps in shared memory, in floats: the encoder's, which every frame adds to, and
-// those of as many frames as there is room for.
-__host__ __device__ constexpr int held_encode(const PackedLayout& p) {
-  return 256 * p.slices * p.mels;
-}
-__host__ __device__ constexpr int held_project(const PackedLayout& p) {
-  return 256 * p.latents * p.slices;
-}
-__host__ __device__ constexpr int held_decode(const PackedLayout& p) {
-  return 256 * p.mels * p.latents;
-}
 
 /// Where a value lies in the tile. The columns of every four rows are shifted against each other:
 /// neither a warp's stores nor its loads, four rows by eight columns, share a bank.
@@ -247,10 +235,9 @@ __device__ __forceinline__ void add_products(const float* tile, int columns, int
 /// Brings what add_products held to its place, dealt out in the same way.
 template <int kTiles>
 __device__ __forceinline__ void store_held(int a_blocks, int b_blocks, float* sum, float2* held,
-                                           int& job, int warps) {
+                                           int job, int warps) {
   using Piece = SumPiece<kTiles>;
-  const int jobs = Piece::count(a_blocks, b_blocks);
-  for (; job < jobs; job += warps, held = Piece::next(held)) {
+  for (; job < Piece::count(a_blocks, b_blocks); job += warps, held = Piece::next(held)) {
     const Piece piece(sum, b_blocks, job);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -258,7 +245,6 @@ __device__ __forceinline__ void store_held(int a_blocks, int b_blocks, float* su
       for (int r = 0; r < 2; ++r) *piece.at(j, r) = *Piece::held_at(held, j, r);
     }
   }
-  job -= jobs;
 }
 
 /// The packed weights of a block. Staged: what all frames share lies in shared memory, and what is
@@ -367,19 +353,12 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   fetch_first();
   const auto& weights = stream.resident();
   float* sums = a.sums + static_cast<long long>(blockIdx.x) * a.at.floats;
-  float* held = reinterpret_cast<float*>(shared + sizeof(float) * tile_rows * columns +
-                                         a.weight_bytes);
-  // Of this thread, where the matrix is among those that are held.
-  const auto held_at = [&](int f, int offset) -> float2* {
-    if (!kStaged || f >= a.held_frames) return nullptr;
-    return reinterpret_cast<float2*>(held + f * (held_project(y) + held_decode(y)) + offset) +
-           threadIdx.x;
-  };
-  float2* const held_encode_at =
-      kStaged ? reinterpret_cast<float2*>(held + a.held_frames *
-                                                     (held_project(y) + held_decode(y))) +
-                    threadIdx.x
-              : nullptr;
+  float2* held = nullptr;  // this thread's sums for the encoder
+  if (kStaged && a.holds) {
+    held =
+        reinterpret_cast<float2*>(shared + sizeof(float) * tile_rows * columns + a.weight_bytes) +
+        threadIdx.x;
+  }
   const long long width = static_cast<long long>(a.frames) * n_mels;
   const float score_scale = 2.f / static_cast<float>(width);
   const T* x_base = static_cast<const T*>(a.x);
@@ -539,9 +518,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
           int job = warp;
           __syncthreads();
           add_products<P::kExact, 2>(tile, columns, tile_rows, at.outer, mels, at.inner, latents,
-                                     sums + a.at.q_decode + f * 256 * mels * latents,
-                                     held_at(f, held_project(y)), sums + a.at.b_decode, first,
-                                     first && f == 0, job, warps);
+                                     sums + a.at.q_decode + f * 256 * mels * latents, nullptr,
+                                     sums + a.at.b_decode, first, first && f == 0, job, warps);
         }
       }
     }
@@ -647,15 +625,14 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
         __syncthreads();
         if (a.wanted.encode) {
           add_products<P::kExact, kTiles>(tile, columns, tile_rows, at.hidden, slices, at.outer,
-                                          mels, sums + a.at.q_encode, held_encode_at,
-                                          sums + a.at.b_encode, first && f == 0, first && f == 0,
-                                          job, warps);
+                                          mels, sums + a.at.q_encode, held, sums + a.at.b_encode,
+                                          first && f == 0, first && f == 0, job, warps);
         }
         // Smaller pieces, so that eight warps have the same to do.
         if (a.wanted.project) {
           add_products<P::kExact, 2>(tile, columns, tile_rows, at.inner, latents, at.slice, slices,
-                                     sums + a.at.q_project + f * 256 * latents * slices,
-                                     held_at(f, 0), nullptr, first, false, job, warps);
+                                     sums + a.at.q_project + f * 256 * latents * slices, nullptr,
+                                     nullptr, first, false, job, warps);
         }
       }
     }
@@ -669,23 +646,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   }
   wait_for_copies();
 
-  if constexpr (kStaged) {
-    int job = warp;
-    if (a.wanted.encode) {
-      store_held<kTiles>(slices, mels, sums + a.at.q_encode, held_encode_at, job, warps);
-    }
-    for (int f = 0; f < a.held_frames; ++f) {
-      if (a.wanted.project) {
-        int project_job = job;
-        store_held<2>(latents, slices, sums + a.at.q_project + f * 256 * latents * slices,
-                      held_at(f, 0), project_job, warps);
-      }
-      if (a.wanted.decode) {
-        int decode_job = warp;
-        store_held<2>(mels, latents, sums + a.at.q_decode + f * 256 * mels * latents,
-                      held_at(f, held_project(y)), decode_job, warps);
-      }
-    }
+  if (held != nullptr && a.wanted.encode) {
+    store_held<kTiles>(slices, mels, sums + a.at.q_encode, held, warp, warps);
   }
 }
 
@@ -715,20 +677,29 @@ std::int64_t weight_bytes(const AutoencoderBackwardArguments& call, const Packed
              : WeightStream<HalfProducts<__half>, true>::shared_bytes(layout, room);
 }
 
-/// Shared memory of a block that holds no frame's sums.
+/// The encoder's sums, to which every frame adds, are held in shared memory, unless the score's
+/// weights lie there: shared memory is taken from L1, where loads wait (65536 rows in float32: 496
+/// us against 478).
+bool holds_sums(const AutoencoderBackwardArguments& call, bool staged) {
+  return staged && call.d_score == nullptr;
+}
+
+/// Shared memory of a block.
 std::int64_t shared_bytes(const AutoencoderBackwardArguments& call, bool staged, int warps) {
   const PackedLayout layout = packed_layout(call.sizes, true);
-  const std::int64_t tile = std::int64_t{64} * warps * tile_layout(layout).columns;
-  if (!staged) return tile;
-  return tile + weight_bytes(call, layout) + std::int64_t{4} * held_encode(layout);
+  std::int64_t bytes = std::int64_t{64} * warps * tile_layout(layout).columns;
+  if (staged) bytes += weight_bytes(call, layout);
+  if (holds_sums(call, staged)) bytes += std::int64_t{4} * 256 * layout.slices * layout.mels;
+  return bytes;
 }
 
 AutoencoderBackwardPlan plan_for(const Context& context, const AutoencoderBackwardArguments& call) {
   const DeviceLimits& limits = limits_of(context.device);
   const bool staged = is_default(call) && shared_bytes(call, true, 4) <= limits.block_shared_memory;
-  // Eight warps share the sums; for few rows four are faster (32 rows: 58 us against 67 in TF32, 512
-  // rows: 77 against 72).
-  int warps = call.sizes.rows <= 256 ? 4 : kMostWarps;
+  // Few rows: four warps, which share the sums, on as many multiprocessors as there are.
+  const std::int64_t tiles = (call.sizes.rows + 15) / 16;
+  int warps = static_cast<int>(std::clamp<std::int64_t>(
+      (tiles + 4 * limits.multiprocessors - 1) / (4 * limits.multiprocessors) * 4, 4, kMostWarps));
   while (warps > 1 && shared_bytes(call, staged, warps) > limits.block_shared_memory) {
     warps = warps > 4 ? warps - 4 : warps / 2;
   }
@@ -779,14 +750,6 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
                             wanted.any() ? at.floats * std::max<std::int64_t>(blocks, 1) : 0);
   pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, true,
                layout, memory.data());
-  std::int64_t shared = shared_bytes(call, plan.staged, plan.warps);
-  int held_frames = 0;
-  if (plan.staged) {
-    const std::int64_t frame = std::int64_t{4} * (held_project(layout) + held_decode(layout));
-    const std::int64_t left = limits_of(context.device).block_shared_memory - shared;
-    held_frames = static_cast<int>(std::min<std::int64_t>(sizes.frames, left / frame));
-    shared += held_frames * frame;
-  }
   const Arguments a{call.x,
                     call.d_out,
                     call.d_z,
@@ -807,9 +770,14 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
                     decode_groups(call, layout),
                     room_of(call, layout),
                     static_cast<int>(weight_bytes(call, layout)),
-                    held_frames};
+                    holds_sums(call, plan.staged)};
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
+    std::int64_t shared = shared_bytes(call, plan.staged, plan.warps);
     if (plan.staged) {
+      // So much that one block fits on a multiprocessor: while the packing kernel's blocks hold
+      // some, two would come to lie on another.
+      const std::int64_t half = limits_of(context.device).shared_memory / 2;
+      shared = std::max(shared, half);
       launch<P, DefaultShape>(context, a, plan.warps, blocks, shared);
     } else {
       launch<P, WideShape>(context, a, plan.warps, blocks, shared);

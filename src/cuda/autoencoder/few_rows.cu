@@ -196,10 +196,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       value += parts[w][warp][lane];
       squares += parts[w][kRows][lane];
     }
-    const float norm = sqrtf(squares);
-    // Not fmaxf, which would swallow NaN.
-    const float inverse_norm = 1.f / (norm < 1e-12f ? 1e-12f : norm);
-    value *= inverse_norm;
+    const float basis_scale = inverse_norm(squares);
+    value *= basis_scale;
     const bool real = first + warp < a.rows;
     const long long at = (first + warp) * kLatent + lane;
     if (real && a.projection != nullptr) a.projection[at] = value;
@@ -213,10 +211,10 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       sum += dot(*reinterpret_cast<const float4*>(mid + lane * kMidStride + k),
                  *reinterpret_cast<const float4*>(latents[warp] + k));
     }
-    const float z = gelu<ExactProducts::kGeluDegree>(sum);
+    const float z = gelu_of_any<ExactProducts::kGeluDegree>(sum);
     if (real && a.z != nullptr) static_cast<T*>(a.z)[at] = from_accumulator<T>(z);
     __syncwarp();
-    latents[warp][lane] = z * inverse_norm;
+    latents[warp][lane] = z * basis_scale;
   }
   if (a.out == nullptr && a.score == nullptr) return;
   __syncthreads();

@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
     multiply_blocks<P, kAtOnce>(z, latents, projection, latents, weights, y.mid, 0, 0, latents);
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) {
-      if (l < latents) gelu<P::kGeluDegree>(z[l]);
+      if (l < latents) gelu_of_any<P::kGeluDegree>(z[l]);
     }
     if (a.z != nullptr && member == 0) {
       RowPair<T>(static_cast<T*>(a.z), 16 * tile, a.rows, latent)
@@ -316,15 +316,10 @@ AutoencoderForwardPlan plan_for(const Context& context, std::int64_t rows,
     return {std::clamp(tiles <= all ? units : (units + 1) / 2, 1, most_warps<P, Shape, true>()),
             true};
   }
-  // Else all warps have the same number of rows. Not fewer than twelve: blocks of which two fit on
-  // a multiprocessor come to lie on the same one while the packing kernel's still hold others
-  // (16384 rows: 72 us with eight, 52 with twelve).
+  // Else all warps have the same number of rows.
   const std::int64_t most = all * most_warps<P, Shape, false>();
   const std::int64_t rounds = (tiles + most - 1) / most;
-  const std::int64_t even = (tiles + all * rounds - 1) / (all * rounds);
-  return {static_cast<int>(std::clamp<std::int64_t>(
-              even, std::min(12, most_warps<P, Shape, false>()), most_warps<P, Shape, false>())),
-          false};
+  return {static_cast<int>((tiles + all * rounds - 1) / (all * rounds)), false};
 }
 
 template <typename P, typename Shape, bool kTogether, bool kScores>
@@ -334,11 +329,17 @@ void launch(const Context& context, const Arguments& a, AutoencoderForwardPlan p
   const std::int64_t tiles = (a.rows + 15) / 16;
   const std::int64_t wanted = kTogether ? tiles : (tiles + plan.warps - 1) / plan.warps;
   const DeviceLimits& limits = limits_of(context.device);
-  const std::int64_t shared = (Shape::kWhole ? packed : 0) + exchange_bytes(plan, a.layout);
-  // As many blocks as are at work at once.
+  std::int64_t shared = (Shape::kWhole ? packed : 0) + exchange_bytes(plan, a.layout);
+  // As many blocks of a multiprocessor as are at work at once, all with the same number.
   std::int64_t resident = most_warps<P, Shape, kTogether>() / plan.warps;
   if (shared > 0) resident = std::min(resident, limits.shared_memory / (shared + 1024));
-  const std::int64_t most = std::max<std::int64_t>(resident, 1) * limits.multiprocessors;
+  resident =
+      std::clamp<std::int64_t>((wanted + limits.multiprocessors - 1) / limits.multiprocessors, 1,
+                               std::max<std::int64_t>(resident, 1));
+  // Nor do more fit: while the packing kernel's blocks hold some multiprocessors, they would come
+  // to lie on the others (16384 rows in float32: 72 us where 52 are possible).
+  if (Shape::kWhole) shared = std::max(shared, limits.shared_memory / (resident + 1));
+  const std::int64_t most = resident * limits.multiprocessors;
   launch_kernel(
       {context, std::min(wanted, most), 32 * plan.warps, static_cast<std::size_t>(shared), true},
       "running the autoencoder", forward_kernel<typename P::Weight, P, Shape, kTogether, kScores>,

@@ -80,6 +80,12 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
   low = __float_as_uint(value - __uint_as_float(high));
 }
 
+/// 1 / max(norm, 1e-12) of a basis vector. Not fmaxf, which would swallow NaN.
+__device__ __forceinline__ float inverse_norm(float squares) {
+  const float norm = sqrtf(squares);
+  return 1.f / (norm < 1e-12f ? 1e-12f : norm);
+}
+
 // How a product of a block and packed weights is done. A term is one instruction; terms of several
 // results are interleaved by who calls, because each waits for the one before it in its result.
 
@@ -341,6 +347,14 @@ __device__ __forceinline__ float gelu(float z) {
   return fmaf(-fabsf(z), normal_tail<kDegree>(z), fmaxf(z, 0.f));
 }
 
+/// The same where infinite results are seen: infinity stays, minus infinity becomes NaN, as in
+/// torch.
+template <int kDegree>
+__device__ __forceinline__ float gelu_of_any(float z) {
+  const float tail = normal_tail<kDegree>(z);
+  return z * (z < 0.f ? tail : 1.f - tail);
+}
+
 template <int kDegree>
 __device__ __forceinline__ float gelu_and_slope(float z, float& slope) {
   constexpr float kInverseRootTwoPi = 0.39894228040143268f;
@@ -355,6 +369,14 @@ __device__ __forceinline__ void gelu(Block& b) {
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) b.v[r][i] = gelu<kDegree>(b.v[r][i]);
+  }
+}
+template <int kDegree>
+__device__ __forceinline__ void gelu_of_any(Block& b) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b.v[r][i] = gelu_of_any<kDegree>(b.v[r][i]);
   }
 }
 
