@@ -213,41 +213,44 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
       if (l < latents) z_left[l] = P::left(z[l]);
     }
 
+    // Blocks of the output made together: where there are registers for it, a frame.
+    constexpr int kOutputs =
+        Shape::kWhole && !kTogether && !P::kExact ? Shape::kMels : Shape::kChunk;
     const RowPair<T> out(static_cast<T*>(a.out), 16 * tile, a.rows, width);
     float squares[2] = {0.f, 0.f};
     int unit = 0;  // of work, dealt out to the group
     for (int f = 0; f < a.frames; ++f) {
       const long long offset = static_cast<long long>(f) * n_mels;
-#pragma unroll(kComparesAhead ? Shape::kMels / Shape::kChunk : 1)
-      for (int chunk = 0; chunk < mels; chunk += Shape::kChunk) {
+#pragma unroll(kComparesAhead ? Shape::kMels / kOutputs : 1)
+      for (int chunk = 0; chunk < mels; chunk += kOutputs) {
         if (kTogether && unit++ % warps != member) continue;
-        Block original[Shape::kChunk], result[Shape::kChunk];
+        Block original[kOutputs], result[kOutputs];
         if constexpr (kComparesAhead) {
-          auto& here = *reinterpret_cast<Four<T>(*)[Shape::kChunk][2]>(raw + chunk);
-          expand(original, here, Shape::kChunk);
+          auto& here = *reinterpret_cast<Four<T>(*)[kOutputs][2]>(raw + chunk);
+          expand(original, here, kOutputs);
           const bool last = f + 1 == a.frames;
           RowPair<const T>(x_base, 16 * (last ? tile + step : tile), a.rows, a.x_stride)
-              .template fetch<true>(here, chunk, Shape::kChunk, last ? 0 : offset + n_mels, n_mels);
+              .template fetch<true>(here, chunk, kOutputs, last ? 0 : offset + n_mels, n_mels);
         } else if constexpr (kScores) {
-          x.template load<Shape::kWhole>(original, chunk, Shape::kChunk, offset, n_mels);
+          x.template load<Shape::kWhole>(original, chunk, kOutputs, offset, n_mels);
         }
 #pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) {
+        for (int j = 0; j < kOutputs; ++j) {
           result[j].fill(weights.bias(y.decode_bias, chunk + j));
         }
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) {
           if (l >= latents) break;
-          multiply_block<P, kAtOnce>(result, Shape::kChunk, z_left[l], weights,
+          multiply_block<P, kAtOnce>(result, kOutputs, z_left[l], weights,
                                      y.decode + f * y.decode_step, chunk, l, latents);
         }
         if (!kScores || a.out != nullptr) {
-          out.template store<Shape::kWhole, true>(result, chunk, Shape::kChunk, offset, n_mels);
+          out.template store<Shape::kWhole, true>(result, chunk, kOutputs, offset, n_mels);
         }
         if constexpr (kScores) {
           // Padding is zero in both.
 #pragma unroll
-          for (int j = 0; j < Shape::kChunk; ++j) {
+          for (int j = 0; j < kOutputs; ++j) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
 #pragma unroll
