@@ -57,6 +57,7 @@ if(FUSEWISE_WITH_CUDA)
   set(cuda_sources
     src/cuda/autoencoder/backward.cu
     src/cuda/autoencoder/copy_rows.cu
+    src/cuda/autoencoder/few_rows.cu
     src/cuda/autoencoder/forward.cu
     src/cuda/autoencoder/general.cu
     src/cuda/autoencoder/gradients.cu

@@ -61,17 +61,6 @@ __device__ __forceinline__ void copy_float(float* shared, const float* global) {
                : "memory");
 }
 
-/// Ends a batch of this thread's copies.
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-/// Waits until all but the newest kBatches batches of this thread are there, for this thread.
-template <int kBatches>
-__device__ __forceinline__ void wait_for_older_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kBatches) : "memory");
-}
-
 /// Waits until all copies by this thread are there, for this thread.
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");

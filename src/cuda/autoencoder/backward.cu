@@ -55,6 +55,8 @@ struct Arguments {
   WantedSums wanted;
   int decode_groups;  // of a frame's decoder that are needed: the score needs both directions
   int room;           // groups of the largest part that is a frame's own
+  int weight_bytes;   // of shared memory
+  bool holds;         // the encoder's sums stay in shared memory until the end
 };
 
 /// Where a value lies in the tile. The columns of every four rows are shifted against each other:
@@ -129,39 +131,69 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float
   }
 }
 
+/// A piece of 16 by 8 * kTiles of a matrix of sums, which one warp makes. A lane has pairs of them.
+template <int kTiles>
+struct SumPiece {
+  int m, n;
+  float* first;  ///< of this lane
+  int stride;    ///< between rows
+
+  __device__ __forceinline__ SumPiece(float* sum, int b_blocks, int job)
+      : m(job / (2 * b_blocks / kTiles) * 16),
+        n(job % (2 * b_blocks / kTiles) * 8 * kTiles),
+        stride(16 * b_blocks) {
+    const int lane = threadIdx.x % 32;
+    first = sum + (m + lane / 4) * stride + n + 2 * (lane % 4);
+  }
+  static __device__ __forceinline__ int count(int a_blocks, int b_blocks) {
+    return a_blocks * (2 * b_blocks / kTiles);
+  }
+  /// Of tile j, in the upper or lower eight rows.
+  __device__ __forceinline__ float2* at(int j, int r) const {
+    return reinterpret_cast<float2*>(first + 8 * r * stride + 8 * j);
+  }
+  /// The same where a thread keeps its sums in shared memory, from `held` on.
+  static __device__ __forceinline__ float2* held_at(float2* held, int j, int r) {
+    return held + (2 * j + r) * blockDim.x;
+  }
+  static __device__ __forceinline__ float2* next(float2* held) {
+    return held == nullptr ? nullptr : held + 2 * kTiles * blockDim.x;
+  }
+};
+
 /// sum[m][n] += sum over the tile's rows of column a + m times column b + n, m < 16 * a_blocks,
 /// n < 16 * b_blocks, and where `bias` is given, bias[m] += the sum of column a + m. `job` is the
-/// first piece of 16 by 8 * kTiles that this warp does, of every `warps`. Unless `ready`, the
-/// block's barrier for the tile is passed on the way. The tile's sum is made in the tensor cores,
-/// which drop what does not fit, and added with rounding.
+/// first piece that this warp does, of every `warps`; where `held` is given, its threads keep their
+/// sums there. The tile's sum is made in the tensor cores, which drop what does not fit, and added
+/// with rounding.
 template <bool kExact, int kTiles>
 __device__ __forceinline__ void add_products(const float* tile, int columns, int rows, int a,
                                              int a_blocks, int b, int b_blocks, float* sum,
-                                             float* bias, bool first, bool bias_first, int& job,
-                                             bool& ready, int warps) {
+                                             float2* held, float* bias, bool first, bool bias_first,
+                                             int& job, int warps) {
+  using Piece = SumPiece<kTiles>;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int across = 2 * b_blocks / kTiles, jobs = a_blocks * across;
-  for (; job < jobs; job += warps) {
-    const int m = job / across * 16, n = job % across * 8 * kTiles;
-    float2 before[kTiles][2];
+  const int jobs = Piece::count(a_blocks, b_blocks);
+  for (; job < jobs; job += warps, held = Piece::next(held)) {
+    const Piece piece(sum, b_blocks, job);
+    float2 before[kTiles][2];  // on its way while the tile is summed up
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float* at = sum + (m + g + 8 * r) * 16 * b_blocks + n + 8 * j + 2 * t;
-        before[j][r] = first ? make_float2(0.f, 0.f) : __ldcg(reinterpret_cast<const float2*>(at));
+        before[j][r] = make_float2(0.f, 0.f);
+        if (!first) {
+          before[j][r] = held ? *Piece::held_at(held, j, r) : __ldcg(piece.at(j, r));
+        }
       }
     }
-    // What was summed before is on its way while the block waits for the tile.
-    if (!ready) __syncthreads();
-    ready = true;
     float c[kTiles][4] = {};
     float row_sums[2] = {0.f, 0.f};
 #pragma unroll(kExact ? 2 : 4)
     for (int k = 0; k < rows; k += 8) {
       const int upper = (k + t) * columns, lower = upper + 4 * columns;
       const int turn = (t & 1) << 4 | (t & 2) << 2;
-      const int left = (a + m + g) ^ turn, right = (a + m + g + 8) ^ turn;
+      const int left = (a + piece.m + g) ^ turn, right = (a + piece.m + g + 8) ^ turn;
       const float av[4] = {tile[upper + left], tile[upper + right], tile[lower + left],
                            tile[lower + right]};
       row_sums[0] += av[0] + av[2];
@@ -169,7 +201,7 @@ __device__ __forceinline__ void add_products(const float* tile, int columns, int
       float bv[kTiles][2];
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
-        const int column = (b + n + 8 * j + g) ^ turn;
+        const int column = (b + piece.n + 8 * j + g) ^ turn;
         bv[j][0] = tile[upper + column];
         bv[j][1] = tile[lower + column];
       }
@@ -179,21 +211,40 @@ __device__ __forceinline__ void add_products(const float* tile, int columns, int
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float* at = sum + (m + g + 8 * r) * 16 * b_blocks + n + 8 * j + 2 * t;
-        __stcg(reinterpret_cast<float2*>(at),
-               make_float2(before[j][r].x + c[j][2 * r], before[j][r].y + c[j][2 * r + 1]));
+        const float2 after =
+            make_float2(before[j][r].x + c[j][2 * r], before[j][r].y + c[j][2 * r + 1]);
+        if (held) {
+          *Piece::held_at(held, j, r) = after;
+        } else {
+          __stcg(piece.at(j, r), after);
+        }
       }
     }
-    if (bias != nullptr && n == 0) {
+    if (bias != nullptr && piece.n == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float total = row_sum(row_sums[r]);
-        float* at = bias + m + g + 8 * r;
+        float* at = bias + piece.m + g + 8 * r;
         if (t == 0) __stcg(at, (bias_first ? 0.f : __ldcg(at)) + total);
       }
     }
   }
   job -= jobs;
+}
+
+/// Brings what add_products held to its place, dealt out in the same way.
+template <int kTiles>
+__device__ __forceinline__ void store_held(int a_blocks, int b_blocks, float* sum, float2* held,
+                                           int job, int warps) {
+  using Piece = SumPiece<kTiles>;
+  for (; job < Piece::count(a_blocks, b_blocks); job += warps, held = Piece::next(held)) {
+    const Piece piece(sum, b_blocks, job);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) *piece.at(j, r) = *Piece::held_at(held, j, r);
+    }
+  }
 }
 
 /// The packed weights of a block. Staged: what all frames share lies in shared memory, and what is
@@ -228,13 +279,17 @@ class WeightStream {
   __device__ __forceinline__ void fetch(int begin, int count) {
     if constexpr (kStaged) copy(buffers_ + (1 - turn_) * room_, packed_ + begin, count);
   }
-  /// By the whole block: what was sent for is there, and what was used before is not needed.
-  __device__ __forceinline__ void advance() {
+  /// By the whole block: what was sent for is there.
+  __device__ __forceinline__ void wait() {
     if constexpr (kStaged) {
       wait_for_copies();
       __syncthreads();
-      turn_ = 1 - turn_;
     }
+  }
+  /// The same, and what was used before is not needed.
+  __device__ __forceinline__ void advance() {
+    wait();
+    turn_ = 1 - turn_;
   }
   /// The weights sent for before; those that lie at `begin` in the packed ones come first.
   __device__ __forceinline__ Source current() const {
@@ -278,6 +333,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   const TileLayout at = Shape::kWhole ? tile_layout(mels, latents, slices) : a.tile;
   const int columns = at.columns, tile_rows = 16 * warps;
   constexpr int kChunk = Shape::kBackwardChunk, kTiles = Shape::kWhole ? 4 : 2;
+  constexpr int kAtOnce = 2;
   const bool reconstructs = a.d_out != nullptr || a.d_score != nullptr;
   const int decode_groups = a.decode_groups;
   const bool to_encoder = a.dx != nullptr || a.wanted.encode || a.wanted.project;
@@ -297,6 +353,12 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   fetch_first();
   const auto& weights = stream.resident();
   float* sums = a.sums + static_cast<long long>(blockIdx.x) * a.at.floats;
+  float2* held = nullptr;  // this thread's sums for the encoder
+  if (kStaged && a.holds) {
+    held =
+        reinterpret_cast<float2*>(shared + sizeof(float) * tile_rows * columns + a.weight_bytes) +
+        threadIdx.x;
+  }
   const long long width = static_cast<long long>(a.frames) * n_mels;
   const float score_scale = 2.f / static_cast<float>(width);
   const T* x_base = static_cast<const T*>(a.x);
@@ -308,6 +370,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   const long long step = static_cast<long long>(gridDim.x) * tile_rows;
   RowPair<const T>(x_base, begin + 16 * warp, a.rows, a.x_stride)
       .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
+  // What all frames share is read without another barrier.
+  stream.wait();
   bool first = true;  // tile of this block: nothing was summed before
   for (; begin < a.rows; begin += step, first = false) {
     const long long row = begin + 16 * warp;
@@ -341,7 +405,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
         for (int j = 0; j < kChunk; ++j) {
           slice[j].fill(weights.bias(y.encode_bias, chunk + j));
         }
-        multiply_blocks<P, 2>(slice, kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
+        multiply_blocks<P, kAtOnce>(slice, kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
         if (chunk + kChunk >= slices) {
           // The frame after the last is the first once more, for the way back.
           x.template load<Shape::kWhole>(
@@ -349,13 +413,13 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
               n_mels);
         }
 #pragma unroll
-        for (int j = 0; j < kChunk; ++j) gelu<P::kGeluTerms>(slice[j]);
+        for (int j = 0; j < kChunk; ++j) gelu<P::kGeluDegree>(slice[j]);
         // A sum of its own, added with rounding: the tensor cores drop what does not fit.
         Block part[Shape::kLatents];
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P, 2>(part, latents, slice, kChunk, own,
-                              stream.place(y.project + f * y.project_step), 0, chunk, slices);
+        multiply_blocks<P, kAtOnce>(part, latents, slice, kChunk, own,
+                                    stream.place(y.project + f * y.project_step), 0, chunk, slices);
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) normal[l].add(part[l]);
       }
@@ -369,7 +433,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       if (l < latents) z[l].fill(weights.bias(y.mid_bias, l));
       dz[l].fill(0.f);
     }
-    multiply_blocks<P, 2>(z, latents, normal, latents, weights, y.mid, 0, 0, latents);
+    multiply_blocks<P, kAtOnce>(z, latents, normal, latents, weights, y.mid, 0, 0, latents);
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) {
       if (l >= latents) break;
@@ -377,7 +441,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          z[l].v[r][i] = gelu_and_slope<P::kGeluTerms>(z[l].v[r][i], slope[l].v[r][i]);
+          z[l].v[r][i] = gelu_and_slope<P::kGeluDegree>(z[l].v[r][i], slope[l].v[r][i]);
         }
       }
     }
@@ -420,8 +484,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
             Block original[1], result[1];
             x.template load<Shape::kWhole>(original, m, 1, offset, n_mels);
             result[0].fill(weights.bias(y.decode_bias, m));
-            multiply_blocks<P, 2>(result, 1, z, latents, own,
-                                  transposed + y.decode - y.decode_transposed, m, 0, latents);
+            multiply_blocks<P, kAtOnce>(result, 1, z, latents, own,
+                                        transposed + y.decode - y.decode_transposed, m, 0, latents);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -444,7 +508,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
         Block part[Shape::kLatents];
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P, 2>(part, latents, gradient, mels, own, transposed, 0, 0, mels);
+        multiply_blocks<P, kAtOnce>(part, latents, gradient, mels, own, transposed, 0, 0, mels);
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) dz[l].add(part[l]);
         if (a.d_out != nullptr && f + 1 < a.frames) {
@@ -452,12 +516,10 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
         }
         if (a.wanted.decode) {
           int job = warp;
-          bool ready = false;
+          __syncthreads();
           add_products<P::kExact, 2>(tile, columns, tile_rows, at.outer, mels, at.inner, latents,
-                                     sums + a.at.q_decode + f * 256 * mels * latents,
-                                     sums + a.at.b_decode, first, first && f == 0, job, ready,
-                                     warps);
-          if (!ready) __syncthreads();
+                                     sums + a.at.q_decode + f * 256 * mels * latents, nullptr,
+                                     sums + a.at.b_decode, first, first && f == 0, job, warps);
         }
       }
     }
@@ -475,19 +537,18 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     Block d_projection[Shape::kLatents];
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) d_projection[l].fill(0.f);
-    multiply_blocks<P, 2>(d_projection, latents, dz, latents, weights, y.mid_transposed, 0, 0,
-                          latents);
+    multiply_blocks<P, kAtOnce>(d_projection, latents, dz, latents, weights, y.mid_transposed, 0, 0,
+                                latents);
     normalise_backward(d_projection, normal, latents, latent, mid_inverse_deviation);
     if (a.wanted.mid) {
       __syncthreads();
       put<false>(tile, columns, dz, latents, at.hidden);
       put<!P::kExact>(tile, columns, normal, latents, at.slice);
       int job = warp;
-      bool ready = false;
+      __syncthreads();
       add_products<P::kExact, 2>(tile, columns, tile_rows, at.hidden, latents, at.slice, latents,
-                                 sums + a.at.q_mid, sums + a.at.b_mid, first, first, job, ready,
+                                 sums + a.at.q_mid, nullptr, sums + a.at.b_mid, first, first, job,
                                  warps);
-      if (!ready) __syncthreads();
     }
 
     // Back through the encoder.
@@ -515,9 +576,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
           slice[j].fill(weights.bias(y.encode_bias, chunk + j));
           d_slice[j].fill(0.f);
         }
-        multiply_blocks<P, 2>(slice, kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
-        multiply_blocks<P, 2>(d_slice, kChunk, d_projection, latents, own, project, chunk, 0,
-                              latents);
+        multiply_blocks<P, kAtOnce>(slice, kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
+        multiply_blocks<P, kAtOnce>(d_slice, kChunk, d_projection, latents, own, project, chunk, 0,
+                                    latents);
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
 #pragma unroll
@@ -525,7 +586,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               float slope_here;
-              slice[j].v[r][i] = gelu_and_slope<P::kGeluTerms>(slice[j].v[r][i], slope_here);
+              slice[j].v[r][i] = gelu_and_slope<P::kGeluDegree>(slice[j].v[r][i], slope_here);
               d_slice[j].v[r][i] *= slope_here;
             }
           }
@@ -537,8 +598,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
           put<false>(tile, columns, d_slice, kChunk, at.hidden + 16 * chunk);
         }
         if (a.dx != nullptr) {
-          multiply_blocks<P, 2>(gradient, mels, d_slice, kChunk, weights, y.encode_transposed, 0,
-                                chunk, slices);
+          multiply_blocks<P, kAtOnce>(gradient, mels, d_slice, kChunk, weights, y.encode_transposed,
+                                      0, chunk, slices);
         }
       }
       if (a.dx != nullptr) {
@@ -561,19 +622,18 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       }
       if (a.wanted.encode || a.wanted.project) {
         int job = warp;
-        bool ready = false;
+        __syncthreads();
         if (a.wanted.encode) {
           add_products<P::kExact, kTiles>(tile, columns, tile_rows, at.hidden, slices, at.outer,
-                                          mels, sums + a.at.q_encode, sums + a.at.b_encode,
-                                          first && f == 0, first && f == 0, job, ready, warps);
+                                          mels, sums + a.at.q_encode, held, sums + a.at.b_encode,
+                                          first && f == 0, first && f == 0, job, warps);
         }
         // Smaller pieces, so that eight warps have the same to do.
         if (a.wanted.project) {
           add_products<P::kExact, 2>(tile, columns, tile_rows, at.inner, latents, at.slice, slices,
                                      sums + a.at.q_project + f * 256 * latents * slices, nullptr,
-                                     first, false, job, ready, warps);
+                                     nullptr, first, false, job, warps);
         }
-        if (!ready) __syncthreads();
       }
     }
     if (!to_encoder) {
@@ -585,6 +645,10 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     }
   }
   wait_for_copies();
+
+  if (held != nullptr && a.wanted.encode) {
+    store_held<kTiles>(slices, mels, sums + a.at.q_encode, held, warp, warps);
+  }
 }
 
 // ---- host
@@ -602,15 +666,31 @@ int decode_groups(const AutoencoderBackwardArguments& call, const PackedLayout& 
   return call.d_score != nullptr ? y.decode_step : y.decode - y.decode_transposed;
 }
 
+int room_of(const AutoencoderBackwardArguments& call, const PackedLayout& layout) {
+  return std::max(layout.project_step, decode_groups(call, layout));
+}
+
+std::int64_t weight_bytes(const AutoencoderBackwardArguments& call, const PackedLayout& layout) {
+  const int room = room_of(call, layout);
+  return call.dtype == DType::f32
+             ? WeightStream<Tf32Products, true>::shared_bytes(layout, room)
+             : WeightStream<HalfProducts<__half>, true>::shared_bytes(layout, room);
+}
+
+/// The encoder's sums, to which every frame adds, are held in shared memory, unless the score's
+/// weights lie there: shared memory is taken from L1, where loads wait (65536 rows in float32: 496
+/// us against 478).
+bool holds_sums(const AutoencoderBackwardArguments& call, bool staged) {
+  return staged && call.d_score == nullptr;
+}
+
 /// Shared memory of a block.
 std::int64_t shared_bytes(const AutoencoderBackwardArguments& call, bool staged, int warps) {
   const PackedLayout layout = packed_layout(call.sizes, true);
-  const std::int64_t tile = std::int64_t{64} * warps * tile_layout(layout).columns;
-  if (!staged) return tile;
-  const int room = std::max(layout.project_step, decode_groups(call, layout));
-  return tile + (call.dtype == DType::f32
-                     ? WeightStream<Tf32Products, true>::shared_bytes(layout, room)
-                     : WeightStream<HalfProducts<__half>, true>::shared_bytes(layout, room));
+  std::int64_t bytes = std::int64_t{64} * warps * tile_layout(layout).columns;
+  if (staged) bytes += weight_bytes(call, layout);
+  if (holds_sums(call, staged)) bytes += std::int64_t{4} * 256 * layout.slices * layout.mels;
+  return bytes;
 }
 
 AutoencoderBackwardPlan plan_for(const Context& context, const AutoencoderBackwardArguments& call) {
@@ -690,10 +770,16 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
                     at,
                     wanted,
                     decode_groups(call, layout),
-                    std::max(layout.project_step, decode_groups(call, layout))};
+                    room_of(call, layout),
+                    static_cast<int>(weight_bytes(call, layout)),
+                    holds_sums(call, plan.staged)};
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
-    const std::int64_t shared = shared_bytes(call, plan.staged, plan.warps);
+    std::int64_t shared = shared_bytes(call, plan.staged, plan.warps);
     if (plan.staged) {
+      // So much that one block fits on a multiprocessor: while the packing kernel's blocks hold
+      // some, two would come to lie on another.
+      const std::int64_t half = limits_of(context.device).shared_memory / 2;
+      shared = std::max(shared, half);
       launch<P, DefaultShape>(context, a, plan.warps, blocks, shared);
     } else {
       launch<P, WideShape>(context, a, plan.warps, blocks, shared);

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "common/scratch.h"
+#include "cuda/autoencoder/few_rows.cuh"
 #include "cuda/autoencoder/rows.cuh"
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
@@ -66,7 +67,7 @@ __device__ __forceinline__ void sum_over_warps(Block (&blocks)[kBlocks], int cou
   }
 }
 
-template <typename T, typename P, typename Shape, bool kTogether>
+template <typename T, typename P, typename Shape, bool kTogether, bool kScores>
 __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
     forward_kernel(const __grid_constant__ Arguments a) {
   // Unpadded sizes and weights in shared memory come together: both are for the default model.
@@ -97,6 +98,8 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
     RowPair<const T>(x_base, 16 * from, a.rows, a.x_stride)
         .template fetch<Shape::kWhole>(raw, 0, mels, static_cast<long long>(f) * n_mels, n_mels);
   };
+  // What the score compares with comes the same way.
+  constexpr bool kComparesAhead = kScores && Shape::kWhole && !kTogether;
   const int first_frame = member / chunks;
   if (tile < tiles) fetch(tile, min(first_frame, a.frames - 1));
   wait_for_previous_kernel();
@@ -104,36 +107,20 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
   using Group = typename Weights<P, kStaged>::Group;
   float4* exchange = reinterpret_cast<float4*>(shared);
   if constexpr (kStaged) {
-    // What all frames share comes first, and is used while the rest is on its way. All parts are
-    // multiples of 16 bytes.
-    const auto copy = [&](int begin, int end) {
-      for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
-        copy_vector(shared + 16 * i, static_cast<const unsigned char*>(a.packed) + 16 * i);
-      }
-    };
-    const int resident = y.resident * static_cast<int>(sizeof(Group)) / 16;
-    const int groups = y.groups * static_cast<int>(sizeof(Group)) / 16;
-    copy(0, resident);
-    copy(groups, groups + y.floats / 4);
-    commit_copies();
-    copy(resident, groups);
-    commit_copies();
-    wait_for_older_copies<1>();
+    // All parts are multiples of 16 bytes.
+    const int vectors = y.groups * static_cast<int>(sizeof(Group)) / 16 + y.floats / 4;
+    for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
+      copy_vector(shared + 16 * i, static_cast<const unsigned char*>(a.packed) + 16 * i);
+    }
+    wait_for_copies();
     __syncthreads();
     weights.groups = reinterpret_cast<const Group*>(shared);
-    exchange += groups + y.floats / 4;
+    exchange += vectors;
   } else {
     weights.groups = static_cast<const Group*>(a.packed);
   }
   weights.floats = reinterpret_cast<const float*>(weights.groups + y.groups);
 
-  bool complete = !kStaged;  // the weights, for this warp
-  // Alone, warps must not wait for each other later on.
-  if (kStaged && !kTogether) {
-    wait_for_copies();
-    __syncthreads();
-    complete = true;
-  }
   for (; tile < tiles; tile += step) {
     const RowPair<const T> x(x_base, 16 * tile, a.rows, a.x_stride);
     Block projection[Shape::kLatents];
@@ -176,27 +163,23 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
                                        weights, y.encode, chunk * Shape::kChunk, m, mels);
           }
         }
-        // Without a condition, so that the old one needs no registers any more.
+        // Without a condition, so that the old one needs no registers any more. The frame after the
+        // last is the first once more for the score, else that of the next rows.
         if (chunk == chunks - 1) {
           const bool here = next < a.frames;
-          fetch(here ? tile : tile + step, here ? next : first_frame);
+          fetch(here || kComparesAhead ? tile : tile + step, here ? next : first_frame);
         }
         if (!mine) continue;
-#pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) gelu<P::kGeluTerms>(slice[j]);
-        if (kTogether && !complete) {
-          // Once by every warp: the launcher gives each of them a chunk.
-          wait_for_copies();
-          __syncthreads();
-          complete = true;
-        }
         // A sum of its own, added with rounding: the tensor cores drop what does not fit.
         Block part[Shape::kLatents];
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P, kAtOnce>(part, latents, slice, Shape::kChunk, weights,
-                                    y.project + f * y.project_step, 0, chunk * Shape::kChunk,
-                                    slices);
+#pragma unroll
+        for (int j = 0; j < Shape::kChunk; ++j) {
+          multiply_block<P, kAtOnce>(part, latents, gelu_left<P>(slice[j]), weights,
+                                     y.project + f * y.project_step, 0, chunk * Shape::kChunk + j,
+                                     slices);
+        }
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) projection[l].add(part[l]);
       }
@@ -217,64 +200,85 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
     multiply_blocks<P, kAtOnce>(z, latents, projection, latents, weights, y.mid, 0, 0, latents);
 #pragma unroll
     for (int l = 0; l < Shape::kLatents; ++l) {
-      if (l < latents) gelu<P::kGeluTerms>(z[l]);
+      if (l < latents) gelu_of_any<P::kGeluDegree>(z[l]);
     }
     if (a.z != nullptr && member == 0) {
       RowPair<T>(static_cast<T*>(a.z), 16 * tile, a.rows, latent)
           .template store<Shape::kWhole, true>(z, 0, latents, 0, latent);
     }
-    if (a.out == nullptr && a.score == nullptr) continue;
+    if (!kScores && a.out == nullptr) continue;
+    typename P::Left z_left[Shape::kLatents];
+#pragma unroll
+    for (int l = 0; l < Shape::kLatents; ++l) {
+      if (l < latents) z_left[l] = P::left(z[l]);
+    }
 
+    // Blocks of the output made together: where there are registers for it, a frame.
+    constexpr int kOutputs =
+        Shape::kWhole && !kTogether && !P::kExact ? Shape::kMels : Shape::kChunk;
     const RowPair<T> out(static_cast<T*>(a.out), 16 * tile, a.rows, width);
     float squares[2] = {0.f, 0.f};
     int unit = 0;  // of work, dealt out to the group
     for (int f = 0; f < a.frames; ++f) {
       const long long offset = static_cast<long long>(f) * n_mels;
-      for (int chunk = 0; chunk < mels; chunk += Shape::kChunk) {
+#pragma unroll(kComparesAhead ? Shape::kMels / kOutputs : 1)
+      for (int chunk = 0; chunk < mels; chunk += kOutputs) {
         if (kTogether && unit++ % warps != member) continue;
-        Block original[Shape::kChunk], result[Shape::kChunk];
-        if (a.score != nullptr) {
-          x.template load<Shape::kWhole>(original, chunk, Shape::kChunk, offset, n_mels);
+        Block original[kOutputs], result[kOutputs];
+        if constexpr (kComparesAhead) {
+          auto& here = *reinterpret_cast<Four<T>(*)[kOutputs][2]>(raw + chunk);
+          expand(original, here, kOutputs);
+          const bool last = f + 1 == a.frames;
+          RowPair<const T>(x_base, 16 * (last ? tile + step : tile), a.rows, a.x_stride)
+              .template fetch<true>(here, chunk, kOutputs, last ? 0 : offset + n_mels, n_mels);
+        } else if constexpr (kScores) {
+          x.template load<Shape::kWhole>(original, chunk, kOutputs, offset, n_mels);
         }
 #pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) {
+        for (int j = 0; j < kOutputs; ++j) {
           result[j].fill(weights.bias(y.decode_bias, chunk + j));
         }
-        multiply_blocks<P, kAtOnce>(result, Shape::kChunk, z, latents, weights,
-                                    y.decode + f * y.decode_step, chunk, 0, latents);
-        if (a.out != nullptr) {
-          out.template store<Shape::kWhole, true>(result, chunk, Shape::kChunk, offset, n_mels);
+#pragma unroll
+        for (int l = 0; l < Shape::kLatents; ++l) {
+          if (l >= latents) break;
+          multiply_block<P, kAtOnce>(result, kOutputs, z_left[l], weights,
+                                     y.decode + f * y.decode_step, chunk, l, latents);
         }
-        if (a.score == nullptr) continue;
-        // Padding is zero in both.
+        if (!kScores || a.out != nullptr) {
+          out.template store<Shape::kWhole, true>(result, chunk, kOutputs, offset, n_mels);
+        }
+        if constexpr (kScores) {
+          // Padding is zero in both.
 #pragma unroll
-        for (int j = 0; j < Shape::kChunk; ++j) {
+          for (int j = 0; j < kOutputs; ++j) {
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
+            for (int r = 0; r < 2; ++r) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const float d = result[j].v[r][i] - original[j].v[r][i];
-              squares[r] = fmaf(d, d, squares[r]);
+              for (int i = 0; i < 4; ++i) {
+                const float d = result[j].v[r][i] - original[j].v[r][i];
+                squares[r] = fmaf(d, d, squares[r]);
+              }
             }
           }
         }
       }
     }
-    if (a.score == nullptr) continue;
-    squares[0] = row_sum(squares[0]);
-    squares[1] = row_sum(squares[1]);
-    if (kTogether) {
-      Block sums[1];
-      sums[0].fill(0.f);
-      sums[0].v[0][0] = squares[0], sums[0].v[1][0] = squares[1];
-      sum_over_warps(sums, 1, exchange);
-      squares[0] = sums[0].v[0][0], squares[1] = sums[0].v[1][0];
-    }
-    if (t == 0 && member == 0) {
+    if constexpr (kScores) {
+      squares[0] = row_sum(squares[0]);
+      squares[1] = row_sum(squares[1]);
+      if (kTogether) {
+        Block sums[1];
+        sums[0].fill(0.f);
+        sums[0].v[0][0] = squares[0], sums[0].v[1][0] = squares[1];
+        sum_over_warps(sums, 1, exchange);
+        squares[0] = sums[0].v[0][0], squares[1] = sums[0].v[1][0];
+      }
+      if (t == 0 && member == 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const long long row = 16 * tile + lane / 4 + 8 * r;
-        if (row < a.rows) a.score[row] = squares[r] / static_cast<float>(width);
+        for (int r = 0; r < 2; ++r) {
+          const long long row = 16 * tile + lane / 4 + 8 * r;
+          if (row < a.rows) a.score[row] = squares[r] / static_cast<float>(width);
+        }
       }
     }
   }
@@ -315,32 +319,34 @@ AutoencoderForwardPlan plan_for(const Context& context, std::int64_t rows,
     return {std::clamp(tiles <= all ? units : (units + 1) / 2, 1, most_warps<P, Shape, true>()),
             true};
   }
-  // Else all warps have the same number of rows. Not fewer than twelve: blocks of which two fit on
-  // a multiprocessor come to lie on the same one while the packing kernel's still hold others
-  // (16384 rows: 72 us with eight, 52 with twelve).
+  // Else all warps have the same number of rows.
   const std::int64_t most = all * most_warps<P, Shape, false>();
   const std::int64_t rounds = (tiles + most - 1) / most;
-  const std::int64_t even = (tiles + all * rounds - 1) / (all * rounds);
-  return {static_cast<int>(std::clamp<std::int64_t>(
-              even, std::min(12, most_warps<P, Shape, false>()), most_warps<P, Shape, false>())),
-          false};
+  return {static_cast<int>((tiles + all * rounds - 1) / (all * rounds)), false};
 }
 
-template <typename P, typename Shape, bool kTogether>
+template <typename P, typename Shape, bool kTogether, bool kScores>
 void launch(const Context& context, const Arguments& a, AutoencoderForwardPlan plan,
             std::int64_t packed) {
   if (kTogether) plan.warps = std::min(plan.warps, units_of<Shape>(a.layout));
   const std::int64_t tiles = (a.rows + 15) / 16;
   const std::int64_t wanted = kTogether ? tiles : (tiles + plan.warps - 1) / plan.warps;
   const DeviceLimits& limits = limits_of(context.device);
-  const std::int64_t shared = (Shape::kWhole ? packed : 0) + exchange_bytes(plan, a.layout);
-  // As many blocks as are at work at once.
+  std::int64_t shared = (Shape::kWhole ? packed : 0) + exchange_bytes(plan, a.layout);
+  // As many blocks of a multiprocessor as are at work at once, all with the same number.
   std::int64_t resident = most_warps<P, Shape, kTogether>() / plan.warps;
   if (shared > 0) resident = std::min(resident, limits.shared_memory / (shared + 1024));
-  const std::int64_t most = std::max<std::int64_t>(resident, 1) * limits.multiprocessors;
+  resident =
+      std::clamp<std::int64_t>((wanted + limits.multiprocessors - 1) / limits.multiprocessors, 1,
+                               std::max<std::int64_t>(resident, 1));
+  // Nor do more fit: while the packing kernel's blocks hold some multiprocessors, they would come
+  // to lie on the others (16384 rows in float32: 72 us where 52 are possible).
+  if (Shape::kWhole) shared = std::max(shared, limits.shared_memory / (resident + 1));
+  const std::int64_t most = resident * limits.multiprocessors;
   launch_kernel(
       {context, std::min(wanted, most), 32 * plan.warps, static_cast<std::size_t>(shared), true},
-      "running the autoencoder", forward_kernel<typename P::Weight, P, Shape, kTogether>, a);
+      "running the autoencoder", forward_kernel<typename P::Weight, P, Shape, kTogether, kScores>,
+      a);
 }
 
 /// The plan chosen here where `plan` is null.
@@ -370,11 +376,14 @@ void run(const Context& context, const AutoencoderForwardArguments& call,
     const auto start = [&]<typename Shape>(Shape) {
       const AutoencoderForwardPlan chosen =
           plan != nullptr ? *plan : plan_for<P, Shape>(context, sizes.rows, layout);
-      if (chosen.together) {
-        launch<P, Shape, true>(context, a, chosen, packed);
-      } else {
-        launch<P, Shape, false>(context, a, chosen, packed);
-      }
+      const auto scored = [&]<bool kScores>(std::bool_constant<kScores>) {
+        if (chosen.together) {
+          launch<P, Shape, true, kScores>(context, a, chosen, packed);
+        } else {
+          launch<P, Shape, false, kScores>(context, a, chosen, packed);
+        }
+      };
+      call.score != nullptr ? scored(std::true_type{}) : scored(std::false_type{});
     };
     if (is_default(context, call, layout, packed)) {
       start(DefaultShape{});
@@ -401,6 +410,7 @@ std::string autoencoder_fused_declines(const Context& context,
 }
 
 void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call) {
+  if (autoencoder_takes_few_rows(context, call)) return autoencoder_run_few_rows(context, call);
   run(context, call, nullptr);
 }
 

@@ -10,7 +10,8 @@ struct AutoencoderForwardPlan {
   bool together;  ///< all of them share 16 rows at a time; else each has its own
 };
 
-/// The whole model as one kernel, behind a small one that packs the weights.
+/// The whole model as one kernel, behind a small one that packs the weights; few rows of the
+/// default model alone, by few_rows.cuh.
 std::string autoencoder_fused_declines(const Context& context,
                                        const AutoencoderForwardArguments& call);
 void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call);

@@ -59,10 +59,14 @@ __device__ __forceinline__ float nearest_tf32(float value) {
   return isfinite(value) ? __uint_as_float(bits) : value;
 }
 
-/// Rounds what the tensor cores get in one instruction: adds, on the average over the mantissas,
-/// half of the last kept bit. The error is at most two thirds of that bit, and has no sign.
+/// By so much is a number, on the average over the mantissas, smaller when its lower bits are cut
+/// off. Whoever multiplies cut numbers makes up for it in one of the factors: the error is then at
+/// most two thirds of the last kept bit, as good as none, and has no sign.
+constexpr float kCutLoss = 3.3857e-4f;
+
+/// Rounds what the tensor cores get, in one instruction.
 __device__ __forceinline__ unsigned round_to_tf32(float value) {
-  return __float_as_uint(fmaf(value, 3.3857e-4f, value));
+  return __float_as_uint(fmaf(value, kCutLoss, value));
 }
 
 /// What the tensor cores drop of value.
@@ -76,6 +80,12 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
   low = __float_as_uint(value - __uint_as_float(high));
 }
 
+/// 1 / max(norm, 1e-12) of a basis vector. Not fmaxf, which would swallow NaN.
+__device__ __forceinline__ float inverse_norm(float squares) {
+  const float norm = sqrtf(squares);
+  return 1.f / (norm < 1e-12f ? 1e-12f : norm);
+}
+
 // How a product of a block and packed weights is done. A term is one instruction; terms of several
 // results are interleaved by who calls, because each waits for the one before it in its result.
 
@@ -86,7 +96,7 @@ struct ExactProducts {
   using Weight = float;
   static constexpr int kTerms = 6;
   static constexpr bool kExact = true;
-  static constexpr int kGeluTerms = 9;
+  static constexpr int kGeluDegree = 8;
   struct Left {
     unsigned high[2][4], low[2][4];
   };
@@ -124,12 +134,13 @@ struct ExactProducts {
   }
 };
 
-/// Operands rounded to TF32. Weights were rounded when they were packed.
+/// TF32: the left operand is cut, which costs no instruction. Weights were rounded when they were
+/// packed, and make up for what the cut takes away.
 struct Tf32Products {
   using Weight = float;
   static constexpr int kTerms = 2;
   static constexpr bool kExact = false;
-  static constexpr int kGeluTerms = 3;
+  static constexpr int kGeluDegree = 5;
   struct Left {
     unsigned value[2][4];
   };
@@ -139,7 +150,7 @@ struct Tf32Products {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) o.value[r][i] = round_to_tf32(b.v[r][i]);
+      for (int i = 0; i < 4; ++i) o.value[r][i] = __float_as_uint(b.v[r][i]);
     }
     return o;
   }
@@ -168,7 +179,7 @@ struct HalfProducts {
   using Weight = T;
   static constexpr int kTerms = 1;
   static constexpr bool kExact = false;
-  static constexpr int kGeluTerms = 3;
+  static constexpr int kGeluDegree = 3;
   struct Left {
     unsigned pair[2][2];
   };
@@ -294,61 +305,86 @@ __device__ __forceinline__ float fast_exp2(float value) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
   return result;
 }
-__device__ __forceinline__ float fast_reciprocal(float value) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
-  return result;
-}
 
-/// The normal distribution's integral from |z| to infinity, and exp(-z*z/2) on the way: that times
-/// a polynomial in 1 / (1 + p |z|). With nine terms the relative error is below 2e-8, fitted for
-/// this; GELU made of it is nearer to the truth than 1 + erf. Three terms (Abramowitz and Stegun
-/// 7.1.25) are within 1.3e-5, below what TF32 and halves resolve.
-template <int kTerms>
-__device__ __forceinline__ float normal_tail(float z, float& bell) {
-  static_assert(kTerms == 9 || kTerms == 3);
-  bell = fast_exp2(-0.72134752f * z * z);
-  if constexpr (kTerms == 9) {
-    const float t = fast_reciprocal(fmaf(0.2625f, fabsf(z), 1.f));
-    float p = fmaf(0.030745668791897492f, t, -0.14881121922057997f);
-    p = fmaf(p, t, 0.23476314028883222f);
-    p = fmaf(p, t, -0.1333934039745495f);
-    p = fmaf(p, t, 0.1491395970113972f);
-    p = fmaf(p, t, 0.05584878029414271f);
-    p = fmaf(p, t, 0.1028186672121569f);
-    p = fmaf(p, t, 0.10413887644544187f);
-    p = fmaf(p, t, 0.10474988438017084f);
-    return p * t * bell;
+/// The logarithm to base two of the normal distribution's integral from |z| to infinity is nearly a
+/// parabola: here is the factor of |z|^i in a polynomial, fitted so that GELU's error is least:
+/// 1e-4 with degree 3, 6e-7 with 5, and with 8 1.2e-8, which rounding makes 5e-8.
+template <int kDegree>
+__device__ __forceinline__ constexpr float tail_logarithm(int i) {
+  static_assert(kDegree == 3 || kDegree == 5 || kDegree == 8);
+  if constexpr (kDegree == 3) {
+    constexpr float terms[] = {-1.f, -1.14335179f, -0.484793991f, -0.0287436191f};
+    return terms[i];
+  } else if constexpr (kDegree == 5) {
+    constexpr float terms[] = {-1.f,           -1.15104711f,   -0.459459752f,
+                               -0.0522814989f, 0.00725317933f, -0.000495746499f};
+    return terms[i];
   } else {
-    const float t = fast_reciprocal(fmaf(0.332672528f, fabsf(z), 1.f));
-    const float p = fmaf(fmaf(0.3739278f, t, -0.0479399f), t, 0.1740121f);
-    return p * t * bell;
+    constexpr float terms[] = {-1.f,
+                               -1.1511069536209106f,
+                               -0.4591890275478363f,
+                               -0.05256233364343643f,
+                               0.007167263422161341f,
+                               -0.0002211608225479722f,
+                               -0.00014978430408518761f,
+                               3.1459450838156044e-05f,
+                               -2.1561399989877827e-06f};
+    return terms[i];
   }
 }
 
-/// z times the integral up to z, which is z - |z| tail, or -|z| tail below zero.
-template <int kTerms>
-__device__ __forceinline__ float gelu(float z) {
-  float bell;
-  return fmaf(-fabsf(z), normal_tail<kTerms>(z, bell), fmaxf(z, 0.f));
+template <int kDegree>
+__device__ __forceinline__ float normal_tail(float z) {
+  float p = tail_logarithm<kDegree>(kDegree);
+#pragma unroll
+  for (int i = kDegree - 1; i >= 0; --i) p = fmaf(p, fabsf(z), tail_logarithm<kDegree>(i));
+  return fast_exp2(p);
 }
 
-template <int kTerms>
+/// z times the integral up to z, which is z - |z| tail, or -|z| tail below zero.
+template <int kDegree>
+__device__ __forceinline__ float gelu(float z) {
+  return fmaf(-fabsf(z), normal_tail<kDegree>(z), fmaxf(z, 0.f));
+}
+
+/// The same where infinite results are seen: infinity stays, minus infinity becomes NaN, as in
+/// torch.
+template <int kDegree>
+__device__ __forceinline__ float gelu_of_any(float z) {
+  const float tail = normal_tail<kDegree>(z);
+  return z * (z < 0.f ? tail : 1.f - tail);
+}
+
+template <int kDegree>
 __device__ __forceinline__ float gelu_and_slope(float z, float& slope) {
   constexpr float kInverseRootTwoPi = 0.39894228040143268f;
-  float bell;
-  const float tail = normal_tail<kTerms>(z, bell);
+  const float tail = normal_tail<kDegree>(z), bell = fast_exp2(-0.72134752f * z * z);
   slope = fmaf(z * kInverseRootTwoPi, bell, z < 0.f ? tail : 1.f - tail);
   return fmaf(-fabsf(z), tail, fmaxf(z, 0.f));
 }
 
-template <int kTerms>
+template <int kDegree>
 __device__ __forceinline__ void gelu(Block& b) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) b.v[r][i] = gelu<kTerms>(b.v[r][i]);
+    for (int i = 0; i < 4; ++i) b.v[r][i] = gelu<kDegree>(b.v[r][i]);
   }
+}
+template <int kDegree>
+__device__ __forceinline__ void gelu_of_any(Block& b) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b.v[r][i] = gelu_of_any<kDegree>(b.v[r][i]);
+  }
+}
+
+/// GELU of a block, as the left operand of the next product.
+template <typename P>
+__device__ __forceinline__ typename P::Left gelu_left(Block b) {
+  gelu<P::kGeluDegree>(b);
+  return P::left(b);
 }
 
 }  // namespace fusewise::cuda::autoencoder

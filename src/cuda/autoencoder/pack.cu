@@ -40,7 +40,8 @@ __device__ __forceinline__ int position(int n, int k, int input_blocks) {
 template <typename E, bool kRound>
 __device__ __forceinline__ E packed_value(float value) {
   if constexpr (kRound) {
-    return nearest_tf32(value);
+    // What it is multiplied by will be cut.
+    return nearest_tf32(fmaf(value, kCutLoss, value));
   } else {
     return from_accumulator<E>(value);
   }
@@ -100,9 +101,7 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
   float squares = 0;
 #pragma unroll 4
   for (int k = threadIdx.x % 32; k < width; k += 32) squares += row[k] * row[k];
-  const float norm = sqrtf(warp_sum(squares));
-  // Not fmaxf, which would swallow NaN.
-  const float inverse = 1.f / (norm < 1e-12f ? 1e-12f : norm);
+  const float inverse = inverse_norm(warp_sum(squares));
   if (part == 0 && threadIdx.x == 0) p.floats[y.inverse_norm + l] = inverse;
 
   // Whole warps stay together for the sum.

@@ -146,6 +146,17 @@ TEST_F(CudaAutoencoder, NoRows) {
   }
 }
 
+/// How many rows there are decides on the kernel, and on how many of them a block has.
+TEST_F(CudaAutoencoder, SomeHundredRows) {
+  for (int rows : {1, 200, 500, 700}) {
+    for (int output = 0; output < 3; ++output) {
+      SCOPED_TRACE(std::to_string(rows) + " rows, output " + std::to_string(output));
+      AutoencoderCase call = make_autoencoder(rows, kDefault, DType::f32, DType::f32);
+      expect_right(call, output, "fused");
+    }
+  }
+}
+
 TEST_F(CudaAutoencoder, ManyRows) {
   AutoencoderCase call = make_autoencoder(5000, kDefault, DType::f32, DType::f32);
   expect_right(call, 0, "fused");
