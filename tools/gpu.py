@@ -200,7 +200,7 @@ def side_by_side(jobs: list[Callable[[], Outcome]]) -> list[Outcome]:
 def bench(arguments: str) -> Outcome:
     command = [sys.executable, "-m", "fusewise", "bench", "--full", "--device", "cuda"]
     out = OUT.relative_to(ROOT) / "bench"
-    return run("bench", [*command, *arguments.split(), "--out", out], timeout=330)
+    return run("bench", [*command, *arguments.split(), "--out", out], timeout=420)
 
 
 STEPS = ("build", "test", "sanitize", "bench")
