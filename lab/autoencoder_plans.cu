@@ -615,11 +615,11 @@ int main(int argc, char** argv) {
             check_backward(p, "kept by general", fused, kept);
           }
           if (sizes.n_mels == 64) {
-            check_backward(p, "8 warps", planned_back({8, true}), kept);
-            check_backward(p, "4 warps", planned_back({4, true}), kept, 1);
+            check_backward(p, "8 warps", planned_back({8, true, true}), kept);
+            check_backward(p, "4 warps", planned_back({4, true, true}), kept, 1);
           }
           cudaFree(kept);
-          if (!small) check_backward(p, "2 warps, L1", planned_back({2, false}));
+          if (!small) check_backward(p, "2 warps, L1", planned_back({2, false, false}));
         }
         if (sizes.rows < 1000) {
           check_forward(p, "general", want, plain, general);
@@ -735,7 +735,7 @@ int main(int argc, char** argv) {
       for (int warps : {4, 8}) {
         char name[64];
         std::snprintf(name, sizeof name, "back %dw", warps);
-        show(name, [&](int i) { planned_back({warps, true})(backward(i, 0)); });
+        show(name, [&](int i) { planned_back({warps, true, true})(backward(i, 0)); });
       }
       show("pack", [&](int) {
         const auto kind = autoencoder::packed_kind(mode.dtype, mode.tf32);

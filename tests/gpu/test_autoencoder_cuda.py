@@ -62,6 +62,39 @@ def test_many_rows(kind, output):
         make_case(65536, DEFAULT, "cuda", dtypes, output=output).check()
 
 
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
+def test_where_another_kernel_takes_over(dtypes):
+    """By so many rows for each multiprocessor; both sides of every boundary."""
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    for rows_of_each in (1, 2, 4, 16, 32, 64):
+        for rows in (rows_of_each * count, rows_of_each * count + 1):
+            make_case(rows, DEFAULT, "cuda", DTYPES[dtypes]).check()
+
+
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["rows", "misaligned", "sliced", "spectrogram"])
+def test_many_rows_otherwise(layout, dtypes):
+    """Of another model, and of the default one where rows do not lie as its kernels want them."""
+    for rows, sizes in ((20000, SMALL), (700, DEFAULT), (5000, DEFAULT)):
+        make_case(rows, sizes, "cuda", DTYPES[dtypes], layout).check()
+
+
+@pytest.mark.parametrize("rows", [40, 700])
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
+def test_a_variance_beyond_the_largest_number(dtypes, rows):
+    """It is infinite, and a frame divided by its root is 0, as in torch."""
+    case = make_case(rows, DEFAULT, "cuda", DTYPES[dtypes])
+    case.x[3] *= 1e25
+    case.x[5, 64:128] *= 1e30
+    for fn in (autoencoder, eager):
+        assert fn(*case.inputs).isfinite().all()
+    for choice in ({}, *case.implementations()):
+        with fusewise.implementation(**choice):
+            torch.testing.assert_close(
+                autoencoder(*case.inputs), eager(*case.inputs), atol=0.1, rtol=0.1
+            )
+
+
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_tf32_where_torch_allows_it(output):
     """Held against eager with the same setting."""
@@ -72,16 +105,16 @@ def test_tf32_where_torch_allows_it(output):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
-@pytest.mark.parametrize("sizes", [DEFAULT, SMALL], ids=["default", "small"])
-def test_rows_of_nan_and_inf(sizes, dtypes, output, value):
+@pytest.mark.parametrize("rows, sizes", [(40, DEFAULT), (700, DEFAULT), (40, SMALL)], ids=str)
+def test_rows_of_nan_and_inf(rows, sizes, dtypes, output, value):
     """In x: NaN where torch has it, gradients included, and not a bit of another row changes."""
-    case = make_case(40, sizes, "cuda", DTYPES[dtypes], output=output)
+    case = make_case(rows, sizes, "cuda", DTYPES[dtypes], output=output)
     clean = gradients(autoencoder, case)
     case.x[7, 3] = value
     case.x[20] = value
     found = case.check()
     case.check_every_implementation()
-    others = torch.ones(40, dtype=torch.bool, device="cuda")
+    others = torch.ones(rows, dtype=torch.bool, device="cuda")
     others[[7, 20]] = False
     for name in (output, "dx"):
         assert torch.equal(found[name][others], clean[name][others]), name
@@ -140,8 +173,9 @@ def test_several_streams_at_once():
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_a_graph_of_a_training_step(output):
-    case = make_case(100, DEFAULT, "cuda", output=output)
+@pytest.mark.parametrize("rows", [100, 700])
+def test_a_graph_of_a_training_step(rows, output):
+    case = make_case(rows, DEFAULT, "cuda", output=output)
     inputs = [t.detach().requires_grad_() for t in case.inputs]
 
     def step():

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import os
+import pathlib
 import threading
 import types
 
@@ -792,11 +794,14 @@ def test_deterministic_algorithms_measure_nothing(device):
     case = make_case((9,), 24, 16, device, activation="gelu")
     assert product_math(cuda_tensor(torch.float32))[2] is True
     torch.use_deterministic_algorithms(True)
+    choices = pathlib.Path(os.environ["XDG_CACHE_HOME"], "fusewise", "products")
+    before = choices.read_text() if choices.exists() else None
     try:
         assert product_math(cuda_tensor(torch.float32))[2] is False
         case.check_every_implementation()
     finally:
         torch.use_deterministic_algorithms(False)
+    assert (choices.read_text() if choices.exists() else None) == before
 
 
 def test_settings_of_gpus_do_not_matter_on_the_cpu():

@@ -1,6 +1,7 @@
 // All gradients of the autoencoder: forward recomputed, then back through it, 16 rows a warp, with
-// the sums over rows made from a tile in shared memory. x crosses memory once and comes twice more
-// from L2, the incoming gradient and dx once. Bound by the tensor cores, in float32 and TF32.
+// the sums over rows made from a tile in shared memory. x crosses memory once, and comes once
+// more from L2 for the score and where no projection was kept; the incoming gradient and dx once.
+// Bound by the tensor cores, in float32 and TF32.
 
 #include "cuda/autoencoder/backward.cuh"
 
@@ -677,33 +678,33 @@ std::int64_t weight_bytes(const AutoencoderBackwardArguments& call, const Packed
              : WeightStream<HalfProducts<__half>, true>::shared_bytes(layout, room);
 }
 
-/// The encoder's sums, to which every frame adds, are held in shared memory, unless the score's
-/// weights lie there: shared memory is taken from L1, where loads wait (65536 rows in float32: 496
-/// us against 478).
-bool holds_sums(const AutoencoderBackwardArguments& call, bool staged) {
-  return staged && call.d_score == nullptr;
-}
-
 /// Shared memory of a block.
-std::int64_t shared_bytes(const AutoencoderBackwardArguments& call, bool staged, int warps) {
+std::int64_t shared_bytes(const AutoencoderBackwardArguments& call,
+                          const AutoencoderBackwardPlan& plan) {
   const PackedLayout layout = packed_layout(call.sizes, true);
-  std::int64_t bytes = std::int64_t{64} * warps * tile_layout(layout).columns;
-  if (staged) bytes += weight_bytes(call, layout);
-  if (holds_sums(call, staged)) bytes += std::int64_t{4} * 256 * layout.slices * layout.mels;
+  std::int64_t bytes = std::int64_t{64} * plan.warps * tile_layout(layout).columns;
+  if (plan.staged) bytes += weight_bytes(call, layout);
+  if (plan.holds) bytes += std::int64_t{4} * 256 * layout.slices * layout.mels;
   return bytes;
 }
 
 AutoencoderBackwardPlan plan_for(const Context& context, const AutoencoderBackwardArguments& call) {
   const DeviceLimits& limits = limits_of(context.device);
-  const bool staged = is_default(call) && shared_bytes(call, true, 4) <= limits.block_shared_memory;
+  const auto fits = [&](const AutoencoderBackwardPlan& plan) {
+    return shared_bytes(call, plan) <= limits.block_shared_memory;
+  };
   // Few rows: four warps, which share the sums, on as many multiprocessors as there are.
   const std::int64_t tiles = (call.sizes.rows + 15) / 16;
-  int warps = static_cast<int>(std::clamp<std::int64_t>(
+  AutoencoderBackwardPlan plan{};
+  plan.warps = static_cast<int>(std::clamp<std::int64_t>(
       (tiles + 4 * limits.multiprocessors - 1) / (4 * limits.multiprocessors) * 4, 4, kMostWarps));
-  while (warps > 1 && shared_bytes(call, staged, warps) > limits.block_shared_memory) {
-    warps = warps > 4 ? warps - 4 : warps / 2;
-  }
-  return {warps, staged};
+  plan.staged = is_default(call) && fits({4, true, false});
+  // The encoder's sums, to which every frame adds, are held in shared memory, unless the score's
+  // weights lie there: shared memory is taken from L1, where loads wait (65536 rows in float32: 496
+  // us against 478).
+  plan.holds = plan.staged && call.d_score == nullptr && fits({4, true, true});
+  while (plan.warps > 1 && !fits(plan)) plan.warps /= 2;
+  return plan;
 }
 
 template <typename P, typename Shape>
@@ -726,7 +727,7 @@ std::string autoencoder_fused_declines(const Context& context,
   if (!reason.empty()) return reason;
   const std::int64_t most = limits_of(context.device).block_shared_memory;
   if (basis_shared_bytes(call.sizes) > most) return "a basis vector does not fit in shared memory";
-  if (shared_bytes(call, false, 1) > most) return "16 rows do not fit in shared memory";
+  if (shared_bytes(call, {1, false, false}) > most) return "16 rows do not fit in shared memory";
   return {};
 }
 
@@ -772,9 +773,9 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
                     decode_groups(call, layout),
                     room_of(call, layout),
                     static_cast<int>(weight_bytes(call, layout)),
-                    holds_sums(call, plan.staged)};
+                    plan.holds};
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
-    std::int64_t shared = shared_bytes(call, plan.staged, plan.warps);
+    std::int64_t shared = shared_bytes(call, plan);
     if (plan.staged) {
       // So much that one block fits on a multiprocessor: while the packing kernel's blocks hold
       // some, two would come to lie on another.

@@ -8,6 +8,7 @@ namespace fusewise::cuda {
 struct AutoencoderBackwardPlan {
   int warps;
   bool staged;  ///< weights in shared memory; only for n_mels 64, latent 32 and aligned rows
+  bool holds;   ///< the encoder's sums, too; only where staged, and with 1, 2, 4 or 8 warps
 };
 
 /// Recomputes forward and goes back through it in one kernel, behind one that packs the weights;

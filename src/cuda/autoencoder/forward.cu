@@ -312,8 +312,8 @@ template <typename P, typename Shape>
 AutoencoderForwardPlan plan_for(const Context& context, std::int64_t rows,
                                 const PackedLayout& layout) {
   const std::int64_t tiles = (rows + 15) / 16, all = limits_of(context.device).multiprocessors;
-  // While there are multiprocessors to spare, the warps of a block share 16 rows; two such blocks
-  // have room on one of them.
+  // While there are multiprocessors to spare, the warps of a block share 16 rows; on Hopper two
+  // such blocks have room on one of them.
   if (tiles <= 2 * all) {
     const int units = units_of<Shape>(layout);
     return {std::clamp(tiles <= all ? units : (units + 1) / 2, 1, most_warps<P, Shape, true>()),

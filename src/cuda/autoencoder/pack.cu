@@ -1,6 +1,6 @@
 // The parameters, folded and packed for the fused kernels: normalised basis, LayerNorm's affine
 // part inside Linear, decoder times basis. Reads each parameter a few times, writes some 100 KB.
-// Bound by latency: a block makes one row of a matrix; four share a basis vector.
+// Bound by latency: a block makes one row of a matrix; several share a basis vector.
 
 #include <algorithm>
 

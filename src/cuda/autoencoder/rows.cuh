@@ -108,10 +108,11 @@ __device__ __forceinline__ void multiply_blocks(Block (&results)[kResults], int 
   }
 }
 
-/// 1 / sqrt(value), to the last bit or so.
+/// 1 / sqrt(value), to the last bit or so; 0 of a variance that is infinite, as torch has it.
 __device__ __forceinline__ float inverse_root(float value) {
   const float guess = rsqrtf(value);
-  return fmaf(guess * 0.5f, fmaf(-value * guess, guess, 1.f), guess);
+  const float better = fmaf(guess * 0.5f, fmaf(-value * guess, guess, 1.f), guess);
+  return guess == 0.f ? 0.f : better;
 }
 
 /// Of the block, the same in all lanes for the compiler, too.

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -31,6 +32,7 @@ constexpr std::uintptr_t kBiasAlignment = 16;     // its kernels take it for gra
 
 void check_blas(cublasStatus_t status, const char* doing) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
+  static_cast<void>(cudaGetLastError());  // told here, it must not come up again in another's call
   const std::string message =
       std::string("cuBLASLt: ") + doing + " failed: " + cublasLtGetStatusString(status);
   if (status == CUBLAS_STATUS_ALLOC_FAILED) throw OutOfMemory(message + " (out of memory)");
@@ -42,8 +44,10 @@ cublasLtHandle_t handle_of(Device device) {
   static std::array<std::once_flag, kMaxDevices> once;
   static std::array<cublasLtHandle_t, kMaxDevices> handles{};
   check(device.index >= 0 && device.index < kMaxDevices, "device: no GPU number ", device.index);
-  std::call_once(once[device.index],
-                 [&] { check_blas(cublasLtCreate(&handles[device.index]), "starting"); });
+  std::call_once(once[device.index], [&] {
+    const RelaxedCapture relaxed;  // it allocates, and another thread may be capturing
+    check_blas(cublasLtCreate(&handles[device.index]), "starting");
+  });
   return handles[device.index];
 }
 
@@ -148,7 +152,7 @@ void run(const Context& context, const Product& p, Description& description,
       "a product");
 }
 
-/// The vendor's own list for a product, best guess first.
+/// Adds what the vendor suggests for a product, best guess first.
 void suggest(const Context& context, const Product& p, std::vector<Algorithm>& list) {
   Description description(p);
   cublasLtMatmulPreferenceOpaque_t preference;
@@ -189,20 +193,20 @@ bool takes(const Context& context, Description& description, Algorithm& algorith
   return status == CUBLAS_STATUS_SUCCESS && algorithm.workspace <= kMostWorkspace;
 }
 
-Algorithm first_choice(const Context& context, const Product& p) {
+/// The vendor's own list for a product, best guess first: at least one.
+std::vector<Algorithm> suggested(const Context& context, const Product& p) {
   std::vector<Algorithm> list;
   suggest(context, p, list);
   check(!list.empty(), "cuBLASLt has no algorithm for a ", name_of(p.dtype), " product of [",
         p.rows, ", ", p.inner, "] and [", p.inner, ", ", p.columns, "]");
-  return list.front();
+  return list;
 }
 
 /// With what the vendor suggests for the bare product: its guesses for an epilogue are other ones,
 /// and at times worse.
 std::vector<Algorithm> candidates(const Context& context, const Product& p,
                                   Description& description) {
-  std::vector<Algorithm> list{first_choice(context, p)}, more;
-  suggest(context, p, more);
+  std::vector<Algorithm> list = suggested(context, p), more;
   if (epilogue_of(p) != CUBLASLT_EPILOGUE_DEFAULT) {
     Product bare = p;
     bare.bias = nullptr;
@@ -314,11 +318,14 @@ class Settled {
     if (const auto found = find(key)) return *found;
     const std::string text = "product" + text_of(key);
     const auto kept = p.math.tune ? kept_choice(context, text) : std::nullopt;
+    // Those of the file count, so that a process with the same file measures no more than that one
+    // has that wrote it.
+    const bool among_first = is_among_first(key);
     if (kept) {
       if (const auto known = restored(context, *kept, description)) return settle(key, *known);
     }
     // Also under capture: it then stays so for this process, as results must not change in it.
-    if (!may_measure(context, p.math) || !is_worth_measuring(key)) {
+    if (!may_measure(context, p.math) || !among_first) {
       return settle(key, unmeasured(context, p, description));
     }
     const auto alone = measuring(context.device);
@@ -338,7 +345,7 @@ class Settled {
 
   /// Of all products that differ in the rows alone, or in the length of the sums alone, the first
   /// few.
-  bool is_worth_measuring(const ProductKey& key) {
+  bool is_among_first(const ProductKey& key) {
     ProductKey any_rows = key, any_inner = key;
     any_rows[0] = -1;
     any_inner[2] = -1;
@@ -347,10 +354,23 @@ class Settled {
   }
 
   Algorithm unmeasured(const Context& context, const Product& p, Description& description) {
-    Algorithm first = first_choice(context, p);
-    if (p.epilogue != Epilogue::none) {
-      first.nan = !is_captured(context) && lets_nan_through(context, p, description, first);
+    Algorithm first = suggested(context, p).front();
+    if (p.epilogue == Epilogue::none) return first;
+    // What an algorithm does to NaN is asked once, not for every size: the answer takes a wait.
+    ProbeKey probe{};
+    std::copy(std::begin(first.algorithm.data), std::end(first.algorithm.data), probe.begin());
+    probe.back() = static_cast<std::uint64_t>(key_of(p)[6]);
+    {
+      const std::lock_guard lock(mutex_);
+      if (const auto found = probed_.find(probe); found != probed_.end()) {
+        first.nan = found->second;
+        return first;
+      }
     }
+    if (is_captured(context)) return first;
+    first.nan = lets_nan_through(context, p, description, first);
+    const std::lock_guard lock(mutex_);
+    probed_[probe] = first.nan;
     return first;
   }
 
@@ -367,7 +387,11 @@ class Settled {
     return known_.try_emplace(key, algorithm).first->second;
   }
 
+  /// An algorithm's words, and the kind of product.
+  using ProbeKey = std::array<std::uint64_t, std::size(cublasLtMatmulAlgo_t{}.data) + 1>;
+
   std::mutex mutex_;
+  std::map<ProbeKey, bool> probed_;
   std::unordered_map<ProductKey, Algorithm, ProductKeyHash> known_;
   std::unordered_map<ProductKey, int, ProductKeyHash> kinds_;
 };

@@ -78,18 +78,22 @@ bool is_slower(const Context& context, const LinearActForward& call, const Produ
     const auto alone = measuring(context.device);
     choice = kept_choice(context, text);  // another thread may have been faster
     if (choice) return choice == "pass";
-    const PreparedProduct fused(context, epilogue_product(call));
-    const PreparedProduct plain(context, forward_product(call, call.y));
-    const std::function<void(const Context&)> ways[] = {
-        [&](const Context& where) {
-          fused.run(where);
-          if (call.kept.defined()) activate(where, {call.y, {}, call.kept, call.activation});
-        },
-        [&](const Context& where) {
-          plain.run(where);
-          activate(where, {call.y, call.y, call.kept, call.activation});
-        }};
-    choice = fastest(context, ways) == 0 ? "epilogue" : "pass";
+    try {
+      const PreparedProduct fused(context, epilogue_product(call));
+      const PreparedProduct plain(context, forward_product(call, call.y));
+      const std::function<void(const Context&)> ways[] = {
+          [&](const Context& where) {
+            fused.run(where);
+            if (call.kept.defined()) activate(where, {call.y, {}, call.kept, call.activation});
+          },
+          [&](const Context& where) {
+            plain.run(where);
+            activate(where, {call.y, call.y, call.kept, call.activation});
+          }};
+      choice = fastest(context, ways) == 0 ? "epilogue" : "pass";
+    } catch (const OutOfMemory&) {
+      return false;  // both at once did not fit; one may
+    }
     keep_choice(context, text, *choice);
   }
   return choice == "pass";
@@ -110,8 +114,8 @@ Verdict judge(const Context& context, const LinearActForward& call) {
   if (!PreparedProduct(context, product).lets_nan_through()) {
     verdict = Verdict::loses_nan;
   } else if (product.math.tune) {
+    // Also under capture: it then stays so for this process, as results must not change in it.
     if (is_slower(context, call, key)) verdict = Verdict::slower;
-    if (is_captured(context)) return verdict;  // the next one may measure
   }
   return here[key] = verdict;
 }
