@@ -923,7 +923,13 @@ def test_parametrized_and_pruned_parts_are_used(module, device):
     torch.nn.utils.parametrizations.weight_norm(module.slice_encoder[1])
     torch.testing.assert_close(module(x), before)
     prune.random_unstructured(module.slice_decoder[0], "weight", 0.5)
-    assert not torch.allclose(module(x), before)
+    pruned = module(x)
+    assert not torch.allclose(pruned, before)
+    with torch.no_grad():
+        module.slice_decoder[0].weight_orig.add_(1)
+    assert not torch.allclose(module(x), pruned)
+    for _ in range(2):
+        module(x).sum().backward()
     module.slice_decoder[0] = torch.nn.Linear(5, 6, device=device)
     assert torch.autograd.grad(module(x).sum(), module.slice_decoder[0].bias)[0].any()
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -268,6 +269,49 @@ def test_parametrized_weights_are_used(device, kind):
     assert not torch.equal(module(x), before)
 
 
+@pytest.mark.parametrize("wrap", ["prune", "weight_norm"])
+def test_weights_that_a_hook_makes_are_made_anew(device, wrap):
+    """By pruning and the older weight norm: before a call of the layer, which there is not."""
+    module = make("mlp", device)
+    layer = module.layers[0]
+    if wrap == "prune":
+        torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
+        learned = layer.weight_orig
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.nn.utils.weight_norm(layer)
+        learned = layer.weight_g
+    x = torch.randn(3, 6, device=device)
+    before = module(x)
+    with torch.no_grad():
+        learned.add_(1)
+    assert not torch.equal(module(x), before)
+    for _ in range(2):  # a tensor that was kept would have lost its graph
+        module(x).sum().backward()
+    assert learned.grad.any()
+
+
+def test_a_layer_in_the_place_of_another_is_told():
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.weight, self.bias = inner.weight, inner.bias
+
+        def forward(self, x):
+            return 2 * nn.functional.linear(x, self.weight, self.bias)
+
+    module = MLP([6, 5, 4])
+    module.layers[1] = Wrapper(module.layers[1])
+    with pytest.raises(TypeError, match=r"^layers\[1\]: expected a torch.nn.Linear, got Wrapper"):
+        module(torch.randn(3, 6))
+
+
+def test_wrong_features_of_a_stack():
+    with pytest.raises(RuntimeError, match="^x: expected 8 features, got 7"):
+        MLP([8, 4, 2])(torch.randn(2, 7))
+
+
 @KINDS
 def test_distributed_data_parallel(device, kind, tmp_path):
     """One process is enough to see that gradients arrive through DDP's hooks."""
@@ -371,6 +415,36 @@ def test_layers_that_do_more_than_their_product_are_refused(kind):
         fusewise.nn.LinearAct.from_linear(linear)
     with pytest.raises((TypeError, ValueError), match=r"^modules\[1\]: "):
         fusewise.nn.MLP.from_sequential(torch.nn.Sequential(torch.nn.Linear(2, 4), linear))
+
+
+class OwnGelu(nn.GELU):
+    def forward(self, x):
+        return 2 * x
+
+
+class OwnSequential(nn.Sequential):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hook(module, register):
+    getattr(module, register)(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_pre_hook"])
+def test_nothing_else_is_dropped(register):
+    linear = nn.Linear(4, 3)
+    for odd in (OwnGelu(), hook(nn.ReLU(), register)):
+        with pytest.raises(ValueError, match="^activation: "):
+            LinearAct.from_linear(linear, odd)
+        with pytest.raises(ValueError, match=r"^modules\[1\]: "):
+            MLP.from_sequential(nn.Sequential(linear, odd))
+    for odd in (OwnSequential(linear), hook(nn.Sequential(linear), register)):
+        with pytest.raises((TypeError, ValueError), match="^modules: "):
+            MLP.from_sequential(odd)
+    with pytest.raises(ValueError, match="^linear: has hooks"):
+        LinearAct.from_linear(hook(linear, register))
 
 
 def test_an_activation_is_not_dropped():

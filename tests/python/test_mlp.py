@@ -231,6 +231,18 @@ def test_what_is_kept_for_backward(device):
         y.backward(case.dy)
 
 
+def test_batched_gradients(device):
+    """Backward for many gradients at once, as autograd.functional.jacobian(vectorize=True) asks."""
+    case = make_mlp_case((3,), (4, 5, 2), device, DTYPES["fp64"], "gelu")
+
+    def jacobian(fn):
+        return torch.autograd.functional.jacobian(
+            lambda *inputs: case.call(fn, inputs), case.inputs, vectorize=True
+        )
+
+    torch.testing.assert_close(jacobian(mlp), jacobian(eager_mlp))
+
+
 def test_dy_is_not_written_to(device):
     """Gradients between the layers are overwritten; the one from outside never is."""
     for activation, layers in itertools.product(ACTIVATIONS, (1, 2, 3)):

@@ -4,6 +4,7 @@ import torch
 from torch.autograd import forward_ad
 
 transforms_active = torch._C._are_functorch_transforms_active
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd.grad(is_grads_batched=True)
 
 
 def needs_formula() -> bool:
@@ -19,12 +20,16 @@ def refuse_forced(name: str) -> None:
         )
 
 
-def needs_graph() -> bool:
-    """Whether a backward is to be differentiated again.
+def needs_graph(gradient: torch.Tensor | None = None) -> bool:
+    """Whether a backward is to be differentiated again; or, for operators with lists of tensors, to
+    run for a batch of gradients, which torch itself takes apart for all others.
 
     Compiled backward is traced once, with gradients on; torch itself refuses a second one.
     """
-    return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or needs_formula())
+    if torch.compiler.is_compiling():
+        return False
+    batched = gradient is not None and _is_batched(gradient)
+    return torch.is_grad_enabled() or needs_formula() or batched
 
 
 def formula_gradients(formula, inputs, needed, dy):

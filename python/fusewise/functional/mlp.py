@@ -76,7 +76,7 @@ class _Mlp(torch.autograd.Function):
         parameters, saved = rest[: ctx.parameters], rest[ctx.parameters :]
         need_dx, *_ = ctx.needs_input_grad
         needs = ctx.needs_input_grad[6:]
-        if needs_graph():
+        if needs_graph(dy):
 
             def compute(x, *parameters):
                 return _formula(x, parameters, layers, *kinds)

@@ -14,8 +14,6 @@ from ..functional._transforms import (
     refuse_forced,
 )
 
-_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd.grad(is_grads_batched=True)
-
 
 def autoencoder(x, *weights, output="reconstruction"):
     """SpectralShapeAutoencoder on plain tensors: the eleven weights in the module's order.
@@ -67,7 +65,7 @@ class _Autoencoder(torch.autograd.Function):
         x, projection, *weights = ctx.saved_tensors
         output, tf32, forced = ctx.settings
         needed = ctx.needs_input_grad[4:]
-        if needs_graph() or (not torch.compiler.is_compiling() and _is_batched(gradient)):
+        if needs_graph(gradient):
             found = formula_gradients(
                 lambda x, *weights: formula(x, weights, output), (x, *weights), needed, gradient
             )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn._checks import floating, whole
+from ..nn._parts import parameter
 from ._autoencoder import autoencoder
 
 
@@ -93,8 +94,8 @@ class SpectralShapeAutoencoder(nn.Module):
         parts = self._modules
         for name in ("slice_encoder", "bottleneck_mlp", "slice_decoder"):
             for part in parts[name]._modules.values():
-                weights += _parameter(part, "weight"), _parameter(part, "bias")
-        weights.insert(4, _parameter(self, "global_basis"))
+                weights += parameter(part, "weight"), parameter(part, "bias")
+        weights.insert(4, parameter(self, "global_basis"))
         return autoencoder(x, *weights, output=output)
 
     def save_safetensors(
@@ -121,10 +122,3 @@ class SpectralShapeAutoencoder(nn.Module):
             f"n_mels={self.n_mels}, frames={self.frames}, latent_dim={self.latent_dim}, "
             f"slice_latent_dim={self.slice_latent_dim}"
         )
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor:
-    """Past Module.__getattr__, which would cost more than the operator does on few rows. Who is
-    pruned or parametrized keeps it elsewhere and is asked in the ordinary way."""
-    value = module._parameters.get(name)
-    return getattr(module, name) if value is None else value

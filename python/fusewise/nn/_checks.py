@@ -41,21 +41,35 @@ def plain_linear(name: str, module: torch.nn.Module) -> None:
     spectral norms, and no parametrisation, none of which the fused operator would run."""
     if type(module) is not torch.nn.Linear:
         raise TypeError(f"{name}: expected a torch.nn.Linear, got {type(module).__name__}")
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    if hooks or not isinstance(module.weight, torch.nn.Parameter):
-        raise ValueError(
-            f"{name}: has hooks or parametrisations (pruning, weight or spectral norm), which a "
-            "fused layer would not run; remove them first"
-        )
+    unhooked(name, module)
+    if not isinstance(module.weight, torch.nn.Parameter):
+        _refuse_hooks(name)
 
 
-def activation_of(module: torch.nn.Module) -> str:
+def unhooked(name: str, module: torch.nn.Module) -> None:
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    if before or module._forward_hooks or module._backward_hooks:
+        _refuse_hooks(name)
+
+
+def _refuse_hooks(name: str) -> None:
+    raise ValueError(
+        f"{name}: has hooks or parametrisations (pruning, weight or spectral norm), which a "
+        "fused layer would not run; remove them first"
+    )
+
+
+def activation_of(name: str, module: torch.nn.Module, others: str = "") -> str:
     """The name of what one of torch's modules computes; a ValueError where there is none."""
-    if isinstance(module, torch.nn.GELU):
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    known = {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu", torch.nn.Identity: "identity"}
+    known = {
+        torch.nn.ReLU: "relu",
+        torch.nn.GELU: "gelu",
+        torch.nn.SiLU: "silu",
+        torch.nn.Identity: "identity",
+    }
     if type(module) not in known:
-        raise ValueError(
-            f"activation: expected ReLU, GELU, SiLU or Identity, got {type(module).__name__}"
-        )
-    return known[type(module)]
+        kinds = f"{others}ReLU, GELU, SiLU or Identity"
+        raise ValueError(f"{name}: expected {kinds}, got {type(module).__name__}")
+    unhooked(name, module)
+    kind = known[type(module)]
+    return "gelu_tanh" if kind == "gelu" and module.approximate == "tanh" else kind

@@ -46,7 +46,7 @@ class LinearAct(torch.nn.Linear):
         """
         plain_linear("linear", linear)
         if isinstance(activation, torch.nn.Module):
-            activation = activation_of(activation)
+            activation = activation_of("activation", activation)
         made = cls(
             linear.in_features,
             linear.out_features,

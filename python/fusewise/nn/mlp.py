@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ._checks import activation_name, activation_of, floating, plain_linear, true_or_false, whole
+from ._checks import (
+    activation_name,
+    activation_of,
+    floating,
+    plain_linear,
+    true_or_false,
+    unhooked,
+    whole,
+)
+from ._parts import computes_as, parameter
 
 
 class MLP(torch.nn.Module):
@@ -75,15 +84,25 @@ class MLP(torch.nn.Module):
             layer.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = [layer.weight for layer in self.layers]
-        biases = [layer.bias for layer in self.layers]
-        return functional.mlp(
-            x,
-            weights,
-            None if all(bias is None for bias in biases) else biases,
-            self.activation,
-            self.final_activation,
-        )
+        weights, biases = [], []
+        for i, layer in enumerate(self.layers):
+            if not computes_as(layer, torch.nn.Linear):
+                raise TypeError(
+                    f"layers[{i}]: expected a torch.nn.Linear, got {type(layer).__name__}; its "
+                    "forward would not be called"
+                )
+            weights.append(parameter(layer, "weight"))
+            biases.append(parameter(layer, "bias"))
+        if all(bias is None for bias in biases):
+            biases = None
+        try:
+            return functional.mlp(x, weights, biases, self.activation, self.final_activation)
+        except RuntimeError as error:
+            # The function blames w, which here is right by itself.
+            if x.dim() > 0 and x.shape[-1] != weights[0].shape[1]:
+                message = f"x: expected {weights[0].shape[1]} features, got {x.shape[-1]}"
+                raise RuntimeError(message) from error
+            raise
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, final_activation={self.final_activation!r}"
@@ -93,6 +112,9 @@ def _layers_of(modules: torch.nn.Sequential) -> tuple[list[torch.nn.Linear], lis
     """The linear layers, and the activation behind each."""
     if not isinstance(modules, torch.nn.Sequential):
         raise TypeError(f"modules: expected a torch.nn.Sequential, got {type(modules).__name__}")
+    if not computes_as(modules, torch.nn.Sequential):
+        raise TypeError(f"modules: {type(modules).__name__} has a forward of its own")
+    unhooked("modules", modules)
     linears, kinds = [], []
     behind_linear = False
     for i, module in enumerate(modules):
@@ -107,13 +129,7 @@ def _layers_of(modules: torch.nn.Sequential) -> tuple[list[torch.nn.Linear], lis
             kinds.append("identity")
             behind_linear = True
             continue
-        try:
-            kind = activation_of(module)
-        except ValueError:
-            raise ValueError(
-                f"modules[{i}]: expected Linear, ReLU, GELU, SiLU or Identity, "
-                f"got {type(module).__name__}"
-            ) from None
+        kind = activation_of(f"modules[{i}]", module, "Linear, ")
         if kind == "identity":
             continue
         if not behind_linear:
