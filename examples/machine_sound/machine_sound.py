@@ -11,36 +11,52 @@ recording window by window and prints a score for each.
 """
 
 import argparse
+import math
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 
+try:
+    from safetensors import SafetensorError, safe_open
+except ImportError:
+    safe_open = None
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import machine
-from sound import SoundError, mel_filters, read_wav, rows
+from sound import SoundError, mel_filters, read_wav, rows, samples_of
 
 from fusewise.models import SpectralShapeAutoencoder
 
 BANDS, FRAMES = 64, 5
+LAYOUT = ("train/normal", "test/normal", "test/anomaly")
 
 
 def main(arguments: list[str] | None = None) -> float | None:
     """Returns the AUC, where there is one."""
     options = parse(arguments)
     try:
+        if safe_open is None:
+            raise SoundError("weights need the package safetensors: pip install safetensors")
         return live(options) if options.live else train_and_test(options)
     except SoundError as error:
+        show("")
         sys.exit(f"machine_sound: {error}")
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"machine_sound: {message}\n")
+
+
 def parse(arguments):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--data", type=Path, help=f"holds {', '.join(LAYOUT)}; without: synthesised"
     )
-    parser.add_argument("--data", type=Path, help="folder of WAV files; without: synthesised")
     parser.add_argument("--live", type=Path, help="score this WAV file window by window")
     parser.add_argument("--weights", type=Path, help="what an earlier run wrote, for --live")
     parser.add_argument("--out", type=Path, default=Path("."), help="where results are written")
@@ -52,8 +68,12 @@ def parse(arguments):
     options = parser.parse_args(arguments)
     if options.live and not options.weights:
         parser.error("--live needs --weights, which a run without --live writes")
-    if options.seconds < 0.5 or options.window < 0.2:
-        parser.error("--seconds takes at least 0.5, --window at least 0.2")
+    if not 0.5 <= options.seconds <= 3600:
+        parser.error(f"--seconds takes 0.5 to 3600, got {options.seconds}")
+    if not 0.2 <= options.window <= 3600:
+        parser.error(f"--window takes 0.2 to 3600 seconds, got {options.window}")
+    if not 0 <= options.seed < 2**63:
+        parser.error(f"--seed takes 0 to 2**63 - 1, got {options.seed}")
     return options
 
 
@@ -68,31 +88,42 @@ def positive(text: str) -> int:
 
 
 def files_of(folder: Path):
-    """Yields (set, label, samples, rate) of the folders of the public machine-sound sets."""
-    rate = None
-    for part, label in (("train", "normal"), ("test", "normal"), ("test", "anomaly")):
-        paths = sorted((folder / part / label).glob("*.wav"))
+    """Yields (set, label, samples, rate, path) of the WAV files in the folders of LAYOUT."""
+    found = {}
+    for each in LAYOUT:
+        try:
+            paths = sorted(p for p in (folder / each).iterdir() if p.suffix.lower() == ".wav")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise SoundError(
+                f"{folder / each}: there is no such folder: "
+                f"--data takes a folder that holds {', '.join(LAYOUT)} with WAV files in each"
+            ) from error
+        except OSError as error:
+            raise SoundError(f"{folder / each}: cannot be read: {error.strerror}") from error
         if not paths:
-            raise SoundError(f"{folder / part / label}: has no .wav file")
+            raise SoundError(f"{folder / each}: has no .wav file: put some there")
+        found[each] = paths
+    rate = None
+    for each, paths in found.items():
         for path in paths:
             samples, rate = read_wav(path, rate)
-            yield part, label, samples, rate
+            yield *each.split("/"), samples, rate, path
 
 
 def synthesised(options):
     test = max(9, options.files // 2)
     for part, label, samples in machine.dataset(options.files, test, options.seconds, options.seed):
-        yield part, label, samples, machine.RATE
+        yield part, label, samples, machine.RATE, "synthesised"
 
 
 def load(options) -> tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]], int]:
     """Rows of every training file, label and rows of every test file, the rate."""
     source = files_of(options.data) if options.data else synthesised(options)
     train, test, filters, rate = [], [], None, 0
-    for part, label, samples, rate in source:
+    for part, label, samples, rate, name in source:
         if filters is None:
             filters = mel_filters(rate, BANDS)
-        found = rows(samples, filters, FRAMES)
+        found = rows(samples, filters, FRAMES, name)
         if part == "train":
             train.append(found)
         else:
@@ -135,8 +166,14 @@ def auc(normal: torch.Tensor, anomalous: torch.Tensor) -> float:
 def train_and_test(options) -> float:
     start = time.perf_counter()
     torch.manual_seed(options.seed)
+    make_folder(options.out)
     train_rows, test_rows, rate = load(options)
     data = torch.cat(train_rows)
+    if (data.amax(0) - data.amin(0)).max() < 1e-4:  # log10 of energies
+        raise SoundError(
+            f"{options.data / LAYOUT[0]}: the training files are silent or all alike: "
+            "put recordings of a running machine there"
+        )
     mean, deviation = data.mean(), data.std()
 
     model = SpectralShapeAutoencoder(BANDS, FRAMES)
@@ -155,21 +192,40 @@ def train_and_test(options) -> float:
     area = auc(normal, anomalous)
     print(f"AUC {'all':10} {area:.3f}  ({len(anomalous)} files against {len(normal)} normal ones)")
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    save(model, mean, deviation, rate, options.out / "model.safetensors")
-    draw(scores, options.out / "scores.png")
-    print(f"{time.perf_counter() - start:.0f} s; scores.png and model.safetensors are written")
+    try:
+        save(model, mean, deviation, rate, options.out / "model.safetensors")
+        drawn = draw(scores, options.out / "scores.png")
+    except (OSError, SafetensorError) as error:
+        raise SoundError(
+            f"{options.out}: cannot be written to: {error}: take another folder for --out"
+        ) from error
+    written = "model.safetensors and scores.png are" if drawn else "model.safetensors is"
+    print(f"{time.perf_counter() - start:.0f} s; {written} written to {options.out.resolve()}")
+    if not drawn:
+        print("for a plot of the scores: pip install matplotlib")
     return area
 
 
-def draw(scores: list[tuple[str, float]], path: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Before the work, so that nothing is lost where nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise SoundError(
+            f"{folder}: cannot be written to: {error.strerror}: take another folder for --out"
+        ) from error
+
+
+def draw(scores: list[tuple[str, float]], path: Path) -> bool:
+    """Whether there is a matplotlib to draw with."""
     try:
         import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
     except ImportError:
-        print("no plot: pip install matplotlib")
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+        return False
 
     labels = list(dict.fromkeys(label for label, _ in scores))
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
@@ -182,6 +238,7 @@ def draw(scores: list[tuple[str, float]], path: Path) -> None:
     axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+    return True
 
 
 # --- weights and streams ------------------------------------------------------------------------
@@ -194,31 +251,51 @@ def save(model, mean: torch.Tensor, deviation: torch.Tensor, rate: int, path: Pa
 
 
 def load_model(path: Path) -> tuple[SpectralShapeAutoencoder, float, float, int]:
-    from safetensors import SafetensorError, safe_open
-
+    wanted = "take the model.safetensors that a run without --live wrote"
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise SoundError(f"{path}: cannot be read: {error.strerror}: {wanted}") from error
     model = SpectralShapeAutoencoder(BANDS, FRAMES)
     try:
         with safe_open(path, "pt") as file:
-            model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-            scale = file.metadata()
-        mean, deviation, rate = (scale[name] for name in ("mean", "deviation", "rate"))
-    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
-        raise SoundError(f"{path}: is not what this program wrote: {error}") from error
-    return model.eval(), float(mean), float(deviation), int(rate)
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            scale = file.metadata() or {}
+        model.load_state_dict(weights)
+    except (OSError, SafetensorError) as error:
+        raise SoundError(f"{path}: cannot be read as weights: {error}: {wanted}") from error
+    except RuntimeError as error:  # many lines: each name and shape that differs
+        raise SoundError(f"{path}: holds the weights of another model: {wanted}") from error
+    try:
+        mean, deviation, rate = float(scale["mean"]), float(scale["deviation"]), int(scale["rate"])
+    except (KeyError, ValueError) as error:
+        raise SoundError(
+            f"{path}: does not say the mean, deviation and rate of its training files: {wanted}"
+        ) from error
+    numbers = [torch.tensor([mean, deviation]), *model.state_dict().values()]
+    if not all(each.isfinite().all() for each in numbers) or deviation <= 0 or rate < 1:
+        raise SoundError(f"{path}: holds numbers that cannot be used, such as NaN: train again")
+    return model.eval(), mean, deviation, rate
 
 
 @torch.inference_mode()
 def live(options) -> None:
     model, mean, deviation, rate = load_model(options.weights)
-    samples, _ = read_wav(options.live, rate)
+    samples, _ = read_wav(options.live, rate, "the weights")
     filters = mel_filters(rate, BANDS)
     step = int(options.window * rate)
+    if step < samples_of(FRAMES):
+        least = math.ceil(100 * samples_of(FRAMES) / rate) / 100
+        raise SoundError(f"{options.live}: at {rate} Hz --window takes at least {least} s")
     if len(samples) < step:
-        raise SoundError(f"{options.live}: is shorter than a window of {options.window} s")
+        raise SoundError(
+            f"{options.live}: is shorter than a window of {options.window} s: "
+            "take a longer recording or a shorter --window"
+        )
     for begin in range(0, len(samples) - step + 1, step):
-        window = rows(samples[begin : begin + step], filters, FRAMES)
+        window = rows(samples[begin : begin + step], filters, FRAMES, options.live)
         score = model.anomaly_score((window - mean) / deviation).mean().item()
-        print(f"{begin / rate:8.1f} s  {score:10.4f}  {'#' * min(60, int(20 * score))}", flush=True)
+        print(f"{begin / rate:8.1f} s  {score:10.4f}  {'#' * int(min(60, 20 * score))}", flush=True)
 
 
 # --- progress -----------------------------------------------------------------------------------

@@ -10,14 +10,22 @@ from torch import Tensor
 WINDOW, HOP = 1024, 512
 
 
+def samples_of(frames: int) -> int:
+    """How many samples so many frames need."""
+    return WINDOW + (frames - 1) * HOP
+
+
 class SoundError(Exception):
     """A file that cannot be used; the message names it and says why."""
 
 
-def read_wav(path: Path, rate: int | None = None) -> tuple[Tensor, int]:
+def read_wav(
+    path: Path, rate: int | None = None, like: str = "the files before it"
+) -> tuple[Tensor, int]:
     """The samples of a WAV file, channels averaged, from -1 to 1, and its rate.
 
-    PCM of 8, 16, 24 and 32 bits and float32. Where `rate` is given the file must have it.
+    PCM of 8, 16, 24 and 32 bits and float32. Where `rate` is given the file must have it,
+    as `like` has.
     """
     try:
         content = Path(path).read_bytes()
@@ -32,7 +40,7 @@ def read_wav(path: Path, rate: int | None = None) -> tuple[Tensor, int]:
     if channels < 1 or found_rate < 1:
         raise SoundError(f"{path}: has {channels} channels at {found_rate} Hz")
     if rate is not None and found_rate != rate:
-        raise SoundError(f"{path}: has {found_rate} Hz, expected {rate} as the files before it")
+        raise SoundError(f"{path}: has {found_rate} Hz, expected {rate} as {like}: resample it")
     width = channels * bits // 8
     if (kind, bits) not in ((1, 8), (1, 16), (1, 24), (1, 32), (3, 32)):
         raise SoundError(
@@ -43,8 +51,10 @@ def read_wav(path: Path, rate: int | None = None) -> tuple[Tensor, int]:
         raise SoundError(f"{path}: {len(data)} bytes of data are no whole number of samples")
     if not data:
         raise SoundError(f"{path}: has no samples")
-    samples = _decode(bytearray(data), kind, bits)
-    return samples.view(-1, channels).mean(1), found_rate
+    samples = _decode(bytearray(data), kind, bits).view(-1, channels).mean(1)
+    if not samples.isfinite().all():
+        raise SoundError(f"{path}: has samples that are NaN or infinite: mend it or leave it out")
+    return samples, found_rate
 
 
 def _chunks(path: Path, content: bytes) -> tuple[bytes, bytes]:
@@ -106,17 +116,26 @@ def mel_filters(rate: int, bands: int) -> Tensor:
     return torch.minimum(rising, falling).clamp_min(0)
 
 
-def rows(samples: Tensor, filters: Tensor, frames: int) -> Tensor:
+def rows(samples: Tensor, filters: Tensor, frames: int, name: object = "sound") -> Tensor:
     """Log-mel values as rows of `frames` frames, each row a frame later than the one before.
 
     A view: overlapping rows share their memory, and the autoencoder takes them as they lie.
+    `name` is what an error calls the samples.
     """
-    needed = WINDOW + (frames - 1) * HOP
+    needed = samples_of(frames)
     if len(samples) < needed:
-        raise SoundError(f"{len(samples)} samples are too few: {frames} frames need {needed}")
+        raise SoundError(
+            f"{name}: {len(samples)} samples are too few, {frames} frames need {needed}: "
+            "take a longer recording or leave it out"
+        )
     spectrum = torch.stft(
         samples, WINDOW, HOP, window=torch.hann_window(WINDOW), center=False, return_complex=True
     )
     energy = filters.T @ spectrum.abs().square()
     values = torch.log10(energy + 1e-8).T.contiguous()  # [time, bands]
+    if not values.isfinite().all():
+        raise SoundError(
+            f"{name}: its log-mel values are not finite, its largest sample is "
+            f"{samples.abs().max():.3g}: bring its samples to -1 to 1 or leave it out"
+        )
     return values.flatten().unfold(0, frames * values.shape[1], values.shape[1])

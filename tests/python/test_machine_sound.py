@@ -1,5 +1,6 @@
 """The example of examples/machine_sound: what it finds, and what files it refuses."""
 
+import runpy
 import struct
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ sys.path.insert(0, str(FOLDER))
 import machine  # noqa: E402
 import machine_sound  # noqa: E402
 from sound import HOP, WINDOW, SoundError, mel_filters, read_wav, rows, write_wav  # noqa: E402
+
+from fusewise.models import SpectralShapeAutoencoder  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def test_live_scores_a_long_file(trained, tmp_path, capsys):
 
 
 def folders(path, **changes):
-    """The layout of the public sets, a few short files in each folder."""
+    """The layout that --data takes, a few short files in each folder."""
     generator = torch.Generator().manual_seed(3)
     for folder, fault in (("train/normal", None), ("test/normal", None), ("test/anomaly", "leak")):
         (path / folder).mkdir(parents=True)
@@ -66,12 +69,109 @@ def test_a_folder_of_files(tmp_path, capsys):
 def test_files_of_two_rates_are_refused(tmp_path):
     data = folders(tmp_path, **{"test/anomaly": 8000})
     with pytest.raises(SystemExit, match="0.wav: has 8000 Hz, expected 16000 as the files before"):
-        machine_sound.main(["--data", str(data), "--epochs", "1"])
+        machine_sound.main(["--data", str(data), "--epochs", "1", "--out", str(tmp_path)])
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="train/normal: has no .wav file"):
-        machine_sound.main(["--data", str(tmp_path)])
+    data = tmp_path / "data"
+    layout = "train/normal, test/normal, test/anomaly"
+    said = f"there is no such folder: --data takes a folder that holds {layout} with WAV files"
+    refused(f"data/train/normal: {said}", "--data", data, "--out", tmp_path)
+    folders(data)
+    (data / "test/anomaly").rename(data / "test/abnormal")
+    refused(f"data/test/anomaly: {said}", "--data", data, "--out", tmp_path)
+    (data / "test/anomaly").mkdir()
+    refused("data/test/anomaly: has no .wav file", "--data", data, "--out", tmp_path)
+
+
+def refused(said, *arguments):
+    """The run ends with one line, and with exit code 1, which is what a text gives."""
+    with pytest.raises(SystemExit, match=said) as caught:
+        machine_sound.main([str(each) for each in arguments])
+    assert caught.value.code.startswith("machine_sound: ")
+    assert "\n" not in caught.value.code
+
+
+def test_any_case_of_the_suffix(tmp_path, capsys):
+    data = folders(tmp_path / "data")
+    (data / "train/normal/0.wav").rename(data / "train/normal/0.WAV")
+    (data / "train/normal/1.wav").rename(data / "train/normal/1.Wav")
+    machine_sound.main(["--data", str(data), "--epochs", "1", "--out", str(tmp_path)])
+    assert "3 files to train with, 6 to test" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value, said", [("nan", "NaN or infinite"), ("1e30", "is 1e\\+30: bring")])
+def test_values_that_are_not_finite(trained, tmp_path, value, said):
+    samples = torch.zeros(16000)
+    samples[5000] = float(value)
+    content = wav(samples.numpy().tobytes(), kind=3, bits=32)
+    (tmp_path / "bad.wav").write_bytes(content)
+    weights = trained[1] / "model.safetensors"
+    refused(f"bad.wav: .*{said}", "--live", tmp_path / "bad.wav", "--weights", weights)
+    data = folders(tmp_path / "data")
+    for folder in ("test/anomaly", "train/normal"):
+        (data / folder / "bad.wav").write_bytes(content)
+        refused(f"{folder}/bad.wav: .*{said}", "--data", data, "--out", tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("level", [0, 0.25])
+def test_silent_training_files(tmp_path, level):
+    data = folders(tmp_path / "data")
+    for path in (data / "train/normal").iterdir():
+        write_wav(path, torch.full((16000,), level), machine.RATE)
+    refused("train/normal: the training files are silent or all alike", "--data", data,
+            "--out", tmp_path)  # fmt: skip
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_short_file_is_named(trained, tmp_path):
+    data = folders(tmp_path / "data")
+    short = data / "test/normal/1.wav"
+    write_wav(short, torch.zeros(2000), machine.RATE)
+    refused("test/normal/1.wav: 2000 samples are too few, 5 frames need 3072", "--data", data,
+            "--out", tmp_path)  # fmt: skip
+    weights = trained[1] / "model.safetensors"
+    refused("1.wav: is shorter than a window of 1.0 s", "--live", short, "--weights", weights)
+
+
+def test_live_at_another_rate(trained, tmp_path):
+    write_wav(tmp_path / "a.wav", torch.zeros(16000), 8000)
+    weights = trained[1] / "model.safetensors"
+    refused("a.wav: has 8000 Hz, expected 16000 as the weights", "--live", tmp_path / "a.wav",
+            "--weights", weights)  # fmt: skip
+
+
+def test_a_window_too_short_for_the_rate(tmp_path):
+    data = folders(tmp_path / "data", **dict.fromkeys(machine_sound.LAYOUT, 8000))
+    machine_sound.main(["--data", str(data), "--epochs", "1", "--out", str(tmp_path)])
+    live = ["--live", data / "test/normal/0.wav", "--weights", tmp_path / "model.safetensors"]
+    refused("0.wav: at 8000 Hz --window takes at least 0.39 s", *live, "--window", "0.2")
+    machine_sound.main([str(each) for each in [*live, "--window", "0.39"]])
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "x"):
+        refused(f"{out}: cannot be written to: .*: take another folder", "--out", out)
+
+
+def test_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    data = folders(tmp_path / "data")
+    machine_sound.main(["--data", str(data), "--epochs", "1", "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert f"model.safetensors is written to {tmp_path / 'out'}\n" in said
+    assert "pip install matplotlib" in said and "scores.png" not in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_without_safetensors(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setattr(sys, "argv", ["machine_sound.py", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="^machine_sound: .*pip install safetensors$"):
+        runpy.run_path(str(FOLDER / "machine_sound.py"), run_name="__main__")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -79,22 +179,35 @@ def test_a_missing_folder_is_named(tmp_path):
     [
         (["--live", "x.wav"], "--live needs --weights"),
         (["--epochs", "0"], "expected at least 1, got 0"),
-        (["--seconds", "0.1"], "--seconds takes at least 0.5"),
+        (["--seconds", "0.1"], "--seconds takes 0.5 to 3600, got 0.1"),
+        (["--seconds", "nan"], "--seconds takes 0.5 to 3600, got nan"),
+        (["--seconds", "inf"], "--seconds takes 0.5 to 3600, got inf"),
+        (["--window", "nan"], "--window takes 0.2 to 3600 seconds, got nan"),
+        (["--seed", str(2**70)], "--seed takes 0 to"),
     ],
 )
 def test_bad_arguments(arguments, said, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         machine_sound.main(arguments)
-    assert said in capsys.readouterr().err
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("machine_sound: ") and said in line
 
 
 def test_weights_of_another_kind(tmp_path):
-    (tmp_path / "w.safetensors").write_bytes(b"nonsense")
-    write_wav(tmp_path / "a.wav", torch.zeros(16000), 16000)
-    with pytest.raises(SystemExit, match="w.safetensors: is not what this program wrote"):
-        machine_sound.main(
-            ["--live", str(tmp_path / "a.wav"), "--weights", str(tmp_path / "w.safetensors")]
-        )
+    path = tmp_path / "w.safetensors"
+    live = ["--live", tmp_path / "a.wav", "--weights", path]
+    wanted = "take the model.safetensors that a run without --live wrote"
+    refused(f"w.safetensors: cannot be read: No such file or directory: {wanted}", *live)
+    path.write_bytes(b"nonsense")
+    refused(f"w.safetensors: cannot be read as weights: .*: {wanted}", *live)
+    SpectralShapeAutoencoder(32, 5).save_safetensors(path)
+    refused(f"w.safetensors: holds the weights of another model: {wanted}", *live)
+    model = SpectralShapeAutoencoder(machine_sound.BANDS, machine_sound.FRAMES)
+    model.save_safetensors(path)
+    refused(f"w.safetensors: does not say the mean, deviation and rate .*: {wanted}", *live)
+    machine_sound.save(model, torch.tensor(float("nan")), torch.tensor(1.0), 16000, path)
+    refused("w.safetensors: holds numbers that cannot be used", *live)
 
 
 # --- WAV ---------------------------------------------------------------------------------------
