@@ -199,7 +199,7 @@ Backward backward(const CallContext& context, const Tensor& dy, const Tensor& x,
     result.dw = new_dense(x, dtype, {0});
     if (products) dz = torch::stable::reshape(dz, Sizes{m, n});
     if (needs.dw) result.dw = laid_out_as(w, outer(dz, x));
-    if (needs.dx) result.dx = laid_out_as(x, linear(dz, torch::stable::transpose(w, 0, 1), {}));
+    if (needs.dx) result.dx = laid_out_as(x, back(dz, w));
     return result;
   }
   result.dx = gradient_of(x, dtype, needs.dx);

@@ -15,9 +15,11 @@ using torch::headeronly::ScalarType;
 using torch::stable::detail::from;
 using torch::stable::detail::to;
 
-// Measured on two Zen 4 cores: from so many rows on, oneDNN is faster in float32 than what torch's
-// own linear takes there, by 7 % at 1024 x 784 x 2048; below it is slower.
-constexpr std::int64_t kRowsForOneDnn = 64;
+// Measured on two Zen 4 cores: in float32, from so many multiplications on, oneDNN is faster than
+// what torch's own linear takes there, by 7 % at 1024 x 784 x 2048; below it takes up to three
+// times as long (64 x 65 x 33). On fewer rows than these it is no better forward, but at 32 x 2048
+// x 784 back.
+constexpr std::int64_t kLarge = 1 << 24, kRowsForOneDnn = 64;
 
 std::atomic<bool> one_dnn_missing = false;
 
@@ -42,11 +44,22 @@ void check_product(AOTITorchError status) {
   if (status != AOTI_TORCH_SUCCESS) throw OutOfMemory("out of memory: a product does not fit");
 }
 
+/// Of x [..., K] and a matrix that makes `columns` of its K.
+bool is_for_one_dnn(const Tensor& x, std::int64_t columns) {
+  return x.scalar_type() == ScalarType::Float && x.numel() * columns >= kLarge && !one_dnn_missing;
+}
+
+Tensor multiply(const Tensor& a, const Tensor& b) {
+  std::array<StableIValue, 2> stack{from(a), from(b)};
+  check_product(torch_call_dispatcher("aten::mm", "", stack.data(), TORCH_ABI_VERSION));
+  return to<Tensor>(stack[0]);
+}
+
 }  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  const bool large = x.numel() >= kRowsForOneDnn * x.size(-1) && x.numel() > 0 && w.numel() > 0;
-  const bool tries = large && x.scalar_type() == ScalarType::Float && !one_dnn_missing;
+  const bool many_rows = x.numel() >= kRowsForOneDnn * x.size(-1);
+  const bool tries = many_rows && is_for_one_dnn(x, w.size(0));
   if (tries) {
     if (auto result = one_dnn(x, w, b)) return *result;
   }
@@ -56,12 +69,20 @@ Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) 
   return to<Tensor>(stack[0]);
 }
 
+Tensor back(const Tensor& dz, const Tensor& w) {
+  const bool tries = is_for_one_dnn(dz, w.size(1));
+  if (tries) {
+    if (auto result = one_dnn(dz, torch::stable::transpose(w, 0, 1), {})) return *result;
+  }
+  const Tensor result = multiply(dz, w);
+  if (tries) one_dnn_missing = true;
+  return result;
+}
+
 Tensor outer(const Tensor& dz, const Tensor& x) {
   const std::vector<std::int64_t> shape{dz.size(0), x.size(-1)};
   const Tensor rows = x.dim() == 2 ? x : torch::stable::reshape(x, shape);
-  std::array<StableIValue, 2> stack{from(torch::stable::transpose(dz, 0, 1)), from(rows)};
-  check_product(torch_call_dispatcher("aten::mm", "", stack.data(), TORCH_ABI_VERSION));
-  return to<Tensor>(stack[0]);
+  return multiply(torch::stable::transpose(dz, 0, 1), rows);
 }
 
 }  // namespace fusewise::binding

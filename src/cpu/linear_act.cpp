@@ -17,7 +17,7 @@ namespace {
 
 using Index = std::int64_t;
 
-constexpr Index kPieceElements = 64 * 1024;  // of a pass, for one thread at a time
+constexpr Index kPieceElements = 64 * 1024;  // of a cheap pass, for one thread at a time
 constexpr Index kSumRows = 64;               // whose gradients are summed up together, in order
 
 Strides strides_of(const TensorView& t) { return {t.strides[0], t.strides[1]}; }
@@ -71,7 +71,18 @@ class Operation {
     const Index rows = z.sizes[0], columns = z.sizes[1];
     const Index z_stride = matrix_of(z).stride, y_stride = matrix_of(y).stride;
     const Index bit_stride = bits.defined() ? matrix_of(bits).stride : 0;
-    const Index piece = std::max<Index>(1, kPieceElements / std::max<Index>(columns, 1));
+    const bool cheap = kind == Activation::relu || kind == Activation::identity;
+    Index piece = cheap ? kPieceElements : kPieceElements / 4;
+    if (!bits.defined() && z_stride == columns && y_stride == columns) {
+      // One behind the other, they are one long row, which has its rest but once.
+      const Index all = rows * columns;
+      parallel_for(context_, divide_up(all, piece), [&](Index begin, Index end) {
+        const Index first = begin * piece, count = std::min(end * piece, all) - first;
+        kernels_.activate(kind, data(z) + first, 0, data(y) + first, 0, nullptr, 0, 1, count);
+      });
+      return;
+    }
+    piece = std::max<Index>(1, piece / std::max<Index>(columns, 1));
     parallel_for(context_, divide_up(rows, piece), [&](Index begin, Index end) {
       const Index first = begin * piece, count = std::min(end * piece, rows) - first;
       auto* open = static_cast<std::uint8_t*>(bits.data);
