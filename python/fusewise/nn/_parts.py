@@ -5,9 +5,8 @@ from torch import Tensor, nn
 
 def parameter(part: nn.Module, name: str) -> Tensor | None:
     """Past Module.__getattr__, which would cost more than some operators do on few rows."""
-    value = part._parameters.get(name)
-    if value is not None:
-        return value
+    if name in part._parameters:
+        return part._parameters[name]
     # Pruning, and norms of weights in their older form, make the tensor anew in a hook that runs
     # before a call.
     for hook in part._forward_pre_hooks.values():
