@@ -21,7 +21,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -265,7 +265,7 @@ def main() -> int:
     try:
         if "build" in steps:
             outcomes += build()
-        with shared_gpu() as environment:
+        with shared_gpu() if "test" in steps else nullcontext() as environment:
             jobs = test(**environment) if "test" in steps else []
             jobs += sanitize() if "sanitize" in steps else []
             outcomes += side_by_side(jobs)

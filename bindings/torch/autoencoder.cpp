@@ -65,6 +65,17 @@ TensorView& place_of(Call& call, Output output) {
   }
 }
 
+/// What every call has; it refers to the arguments.
+template <typename Call>
+Call call_on(const Tensor& x, const Weights& weights, bool tf32, const Text& implementation) {
+  Call call;
+  call.x = view_of("x", x);
+  call.weights = weights.views;
+  call.tf32 = tf32;
+  call.implementation = implementation;
+  return call;
+}
+
 /// The projection is empty where nothing is to be saved.
 std::tuple<Tensor, Tensor> forward(const Tensor& x, const std::vector<Tensor>& weights,
                                    const Text& output, bool tf32, bool save,
@@ -72,11 +83,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const std::vector<Tensor>& w
   const CallContext context(x);
   const Weights dense_weights(weights);
   const Output which = output_from(output);
-  AutoencoderForward call;
-  call.x = view_of("x", x);
-  call.weights = dense_weights.views;
-  call.tf32 = tf32;
-  call.implementation = implementation;
+  auto call = call_on<AutoencoderForward>(x, dense_weights, tf32, implementation);
   const Tensor result = new_output(which, x, call);
   place_of(call, which) = view_of("result", result);
   std::vector<std::int64_t> kept{0};
@@ -95,11 +102,7 @@ std::vector<Tensor> backward(const Tensor& gradient, const Tensor& x,
   const CallContext context(x);
   const Weights dense_weights(weights);
   const Output which = output_from(output);
-  AutoencoderBackward call;
-  call.x = view_of("x", x);
-  call.weights = dense_weights.views;
-  call.tf32 = tf32;
-  call.implementation = implementation;
+  auto call = call_on<AutoencoderBackward>(x, dense_weights, tf32, implementation);
   const char* names[] = {"dy", "dlatent", "dscore"};
   place_of(call, which) = view_of(names[static_cast<int>(which)], gradient);
   const Tensor projection_dense = dense(projection);  // hooks may bring back any strides
@@ -131,21 +134,15 @@ std::string explain_call(const Tensor& x, const std::vector<Tensor>& weights, co
   const CallContext context(x);
   const Weights dense_weights(weights);
   const Output which = output_from(output);
-  AutoencoderForward forward;
-  forward.x = view_of("x", x);
-  forward.weights = dense_weights.views;
-  forward.tf32 = tf32;
-  forward.implementation = implementation;
+  auto forward = call_on<AutoencoderForward>(x, dense_weights, tf32, implementation);
   const Tensor result = new_output(which, x, forward);
   if (!backward) {
     place_of(forward, which) = view_of("result", result);
     return to_text(explain(context.get(), forward));
   }
-  AutoencoderBackward call;
-  call.x = call.dx = forward.x;
-  call.weights = call.gradients = forward.weights;
-  call.tf32 = tf32;
-  call.implementation = implementation;
+  auto call = call_on<AutoencoderBackward>(x, dense_weights, tf32, implementation);
+  call.dx = call.x;
+  call.gradients = call.weights;
   place_of(call, which) = view_of("result", result);
   return to_text(explain(context.get(), call));
 }

@@ -71,7 +71,7 @@ def test_a_declined_implementation_says_why():
 
 @pytest.mark.parametrize("dtypes", ["fp16", "fp32"])
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
-def test_a_hidden_layer_too_large_for_the_cache(dtypes, activation):
+def test_a_hidden_layer_larger_than_the_cache(dtypes, activation):
     case = make_mlp_case((5000,), (64, 4096, 48), "cuda", DTYPES[dtypes], activation)
     case.check_every_implementation()
 

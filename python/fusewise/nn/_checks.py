@@ -36,6 +36,12 @@ def floating(dtype: torch.dtype | None) -> None:
         raise ValueError(f"dtype: expected a floating dtype, got {dtype}")
 
 
+def blame_x(error: RuntimeError, x: torch.Tensor, features: int) -> None:
+    """Asked after a function has failed, which blames w: in a module that is right by itself."""
+    if x.dim() > 0 and x.shape[-1] != features:
+        raise RuntimeError(f"x: expected {features} features, got {x.shape[-1]}") from error
+
+
 def plain_linear(name: str, module: torch.nn.Module) -> None:
     """That calling a linear layer does nothing but its product: no hooks, as those of pruning and
     spectral norms, and no parametrisation, none of which the fused operator would run."""

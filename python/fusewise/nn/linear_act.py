@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ._checks import activation_name, activation_of, floating, plain_linear, true_or_false, whole
+from ._checks import (
+    activation_name,
+    activation_of,
+    blame_x,
+    floating,
+    plain_linear,
+    true_or_false,
+    whole,
+)
 
 
 class LinearAct(torch.nn.Linear):
@@ -62,10 +70,7 @@ class LinearAct(torch.nn.Linear):
         try:
             return functional.linear_act(x, self.weight, self.bias, self.activation)
         except RuntimeError as error:
-            # The function blames w, which here is right by itself.
-            if x.dim() > 0 and x.shape[-1] != self.in_features:
-                message = f"x: expected {self.in_features} features, got {x.shape[-1]}"
-                raise RuntimeError(message) from error
+            blame_x(error, x, self.in_features)
             raise
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ from .. import functional
 from ._checks import (
     activation_name,
     activation_of,
+    blame_x,
     floating,
     plain_linear,
     true_or_false,
@@ -98,10 +99,7 @@ class MLP(torch.nn.Module):
         try:
             return functional.mlp(x, weights, biases, self.activation, self.final_activation)
         except RuntimeError as error:
-            # The function blames w, which here is right by itself.
-            if x.dim() > 0 and x.shape[-1] != weights[0].shape[1]:
-                message = f"x: expected {weights[0].shape[1]} features, got {x.shape[-1]}"
-                raise RuntimeError(message) from error
+            blame_x(error, x, weights[0].shape[1])
             raise
 
     def extra_repr(self) -> str:
