@@ -56,6 +56,7 @@ fusewise_core_target(fusewise)
 if(FUSEWISE_WITH_CUDA)
   set(cuda_sources
     src/cuda/autoencoder/backward.cu
+    src/cuda/autoencoder/backward_frames.cu
     src/cuda/autoencoder/copy_rows.cu
     src/cuda/autoencoder/few_rows.cu
     src/cuda/autoencoder/forward.cu

@@ -4,6 +4,7 @@ The matrix of dtypes, layouts, outputs and sizes is in tests/python and runs on 
 """
 
 import contextlib
+import itertools
 import math
 
 import pytest
@@ -77,6 +78,14 @@ def test_many_rows_otherwise(layout, dtypes):
     """Of another model, and of the default one where rows do not lie as its kernels want them."""
     for rows, sizes in ((20000, SMALL), (700, DEFAULT), (5000, DEFAULT)):
         make_case(rows, sizes, "cuda", DTYPES[dtypes], layout).check()
+
+
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
+@pytest.mark.parametrize("frames", [1, 4, 6])
+def test_other_frames_of_the_default_model(frames, dtypes):
+    """Where backward's kernel for five of them does not apply."""
+    for rows, output in itertools.product((16, 3000), OUTPUTS):
+        make_case(rows, DEFAULT | {"frames": frames}, "cuda", DTYPES[dtypes], output=output).check()
 
 
 @pytest.mark.parametrize("rows", [40, 700])

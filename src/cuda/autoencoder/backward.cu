@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "common/scratch.h"
+#include "cuda/autoencoder/backward_frames.cuh"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/rows.cuh"
 #include "cuda/copy_async.cuh"
@@ -732,6 +733,7 @@ std::string autoencoder_fused_declines(const Context& context,
 }
 
 void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call) {
+  if (autoencoder_frames_fit(context, call)) return autoencoder_frames_run(context, call);
   autoencoder_fused_run(context, call, plan_for(context, call));
 }
 
@@ -744,13 +746,11 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
   const std::int64_t packed = packed_bytes(layout, kind);
   const Scratch<unsigned char> memory(context, packed);
   const WantedSums wanted = wanted_sums(call);
-  // A latent gives the decoder no sums, but gradients that are to be written: zeros.
-  const bool finishes =
-      wanted.any() || call.gradients.decoder_weight || call.gradients.decoder_bias;
   const std::int64_t tile_rows = 16 * plan.warps;
   const std::int64_t blocks = std::clamp<std::int64_t>((sizes.rows + tile_rows - 1) / tile_rows, 0,
                                                        limits_of(context.device).multiprocessors);
-  const Scratch<float> sums(context, finishes ? at.floats * std::max<std::int64_t>(blocks, 1) : 0);
+  const Scratch<float> sums(context,
+                            finishes(call) ? at.floats * std::max<std::int64_t>(blocks, 1) : 0);
   pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, true,
                layout, memory.data());
   const Arguments a{call.x,
@@ -786,11 +786,7 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
       launch<P, WideShape>(context, a, plan.warps, blocks, shared);
     }
   });
-  if (!finishes) return;
-  const std::int64_t weight_bytes =
-      std::int64_t{layout.groups} * (kind == PackedKind::half ? 8 : 16);
-  finish_gradients(context, call, layout, at, static_cast<int>(blocks), sums.data(),
-                   reinterpret_cast<const float*>(memory.data() + weight_bytes));
+  finish_gradients(context, call, layout, at, static_cast<int>(blocks), sums.data(), memory.data());
 }
 
 }  // namespace fusewise::cuda

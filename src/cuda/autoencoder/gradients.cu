@@ -195,10 +195,15 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
 
 void finish_gradients(const Context& context, const AutoencoderBackwardArguments& call,
                       const PackedLayout& layout, const SumsLayout& at, int blocks, float* sums,
-                      const float* floats) {
+                      const void* packed) {
+  if (!finishes(call)) return;
   const AutoencoderSizes& sizes = call.sizes;
-  launch_kernel({context, (at.floats + kColumns - 1) / kColumns, kThreads, 0, true},
-                "adding up the blocks' gradients", add_blocks_kernel, sums, at.floats, blocks);
+  const float* floats =
+      packed_floats(layout, packed, call.dtype == DType::f32 ? PackedKind::f32 : PackedKind::half);
+  if (blocks != 1) {
+    launch_kernel({context, (at.floats + kColumns - 1) / kColumns, kThreads, 0, true},
+                  "adding up the blocks' gradients", add_blocks_kernel, sums, at.floats, blocks);
+  }
   const Finish a{call.parameters,
                  call.gradients,
                  layout,

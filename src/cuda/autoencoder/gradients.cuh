@@ -24,7 +24,7 @@ struct SumsLayout {
   int floats;
 };
 
-inline SumsLayout sums_layout(const PackedLayout& p) {
+constexpr SumsLayout sums_layout(const PackedLayout& p) {
   SumsLayout s{};
   int at = 0;
   const auto take = [&](int floats) {
@@ -58,9 +58,15 @@ inline WantedSums wanted_sums(const AutoencoderBackwardArguments& call) {
           .decode = reconstructs && (g.decoder_weight || g.decoder_bias || g.basis)};
 }
 
-/// From the sums of `blocks` blocks to the gradients. `floats` are those behind the packed weights.
+/// Whether a call has gradients to finish. A latent gives the decoder no sums, but gradients that
+/// are to be written: zeros.
+inline bool finishes(const AutoencoderBackwardArguments& call) {
+  return wanted_sums(call).any() || call.gradients.decoder_weight || call.gradients.decoder_bias;
+}
+
+/// From the sums of `blocks` blocks to the gradients, if any are wanted.
 void finish_gradients(const Context& context, const AutoencoderBackwardArguments& call,
                       const PackedLayout& layout, const SumsLayout& sums_layout, int blocks,
-                      float* sums, const float* floats);
+                      float* sums, const void* packed);
 
 }  // namespace fusewise::cuda::autoencoder

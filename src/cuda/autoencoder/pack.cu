@@ -22,6 +22,7 @@ struct Packing {
   int n_mels, frames, latent, slice_latent;
   int parts;  // blocks that share a basis vector
   bool backward;
+  PackedOrder order;
   E* weights;
   float* floats;
 
@@ -30,11 +31,24 @@ struct Packing {
   }
 };
 
-/// Where output n, input k of a packed matrix lies; fragments.cuh says why.
-__device__ __forceinline__ int position(int n, int k, int input_blocks) {
-  const int r = n & 15, tile = 2 * (n >> 4) + ((r >> 1) & 1), g = 2 * (r >> 2) + (r & 1);
-  const int lane = 4 * g + ((k & 15) >> 2);
-  return 4 * ((tile * input_blocks + (k >> 4)) * 32 + lane) + (k & 3);
+/// Where output n, input k of a packed matrix lies. For operands in registers fragments.cuh says
+/// why; from memory, tensor cores take columns in their own order.
+template <typename E>
+__device__ __forceinline__ int position(PackedOrder order, int n, int k, int input_blocks) {
+  int tile, g, t, i;
+  if (order == PackedOrder::registers) {
+    const int r = n & 15;
+    tile = 2 * (n >> 4) + ((r >> 1) & 1), g = 2 * (r >> 2) + (r & 1);
+    t = (k & 15) >> 2, i = k & 3;
+  } else if (sizeof(E) == 4) {
+    // Results as operands.cuh has them.
+    tile = n >> 5 << 2 | (n >> 2 & 3), g = n >> 2 & 4 | (n & 3);
+    t = k & 3, i = (k & 15) >> 2;
+  } else {
+    tile = n >> 3, g = n & 7;
+    t = (k & 7) >> 1, i = (k & 8) >> 2 | (k & 1);
+  }
+  return 4 * ((tile * input_blocks + (k >> 4)) * 32 + 4 * g + t) + i;
 }
 
 template <typename E, bool kRound>
@@ -63,8 +77,8 @@ __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inpu
       shift += w * p.read(norm_bias, k);
     }
     const E e = packed_value<E, kRound>(value);
-    p.weights[4 * at + position(n, k, input_blocks)] = e;
-    if (p.backward) p.weights[4 * transposed_at + position(k, n, output_blocks)] = e;
+    p.weights[4 * at + position<E>(p.order, n, k, input_blocks)] = e;
+    if (p.backward) p.weights[4 * transposed_at + position<E>(p.order, k, n, output_blocks)] = e;
   }
   __shared__ float parts[kThreads / 32];
   shift = warp_sum(shift);
@@ -120,9 +134,10 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
     sum = warp_sum(sum, kDotLanes) * inverse;
     if (i >= count || lane != 0) continue;
     const E e = packed_value<E, kRound>(real ? sum : 0.f);
-    p.weights[4 * (y.decode + f * y.decode_step) + position(m, l, y.latents)] = e;
+    p.weights[4 * (y.decode + f * y.decode_step) + position<E>(p.order, m, l, y.latents)] = e;
     if (p.backward) {
-      p.weights[4 * (y.decode_transposed + f * y.decode_step) + position(l, m, y.mels)] = e;
+      p.weights[4 * (y.decode_transposed + f * y.decode_step) +
+                position<E>(p.order, l, m, y.mels)] = e;
     }
   }
 
@@ -132,9 +147,10 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
     const int f = i / padded_slices, s = i - f * padded_slices;
     const float value = s < p.slice_latent ? row[f * p.slice_latent + s] * inverse : 0.f;
     const E e = packed_value<E, kRound>(value);
-    p.weights[4 * (y.project + f * y.project_step) + position(l, s, y.slices)] = e;
+    p.weights[4 * (y.project + f * y.project_step) + position<E>(p.order, l, s, y.slices)] = e;
     if (p.backward) {
-      p.weights[4 * (y.project_transposed + f * y.project_step) + position(s, l, y.latents)] = e;
+      p.weights[4 * (y.project_transposed + f * y.project_step) +
+                position<E>(p.order, s, l, y.latents)] = e;
     }
   }
 }
@@ -167,18 +183,23 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
 
 template <typename W, typename E, bool kRound>
 void launch(const Context& context, const AutoencoderSizes& sizes,
-            const AutoencoderTensors<const void*>& parameters, bool backward,
+            const AutoencoderTensors<const void*>& parameters, bool backward, PackedOrder order,
             const PackedLayout& layout, void* packed) {
   E* weights = static_cast<E*>(packed);
   // So many that a thread has one dot product to do.
   const int parts =
       std::min((sizes.frames * 16 * layout.mels * kDotLanes + kThreads - 1) / kThreads, 16);
-  const Packing<W, E> p{
-      parameters,   layout,
-      sizes.n_mels, sizes.frames,
-      sizes.latent, sizes.slice_latent,
-      parts,        backward,
-      weights,      reinterpret_cast<float*>(weights + std::int64_t{4} * layout.groups)};
+  const Packing<W, E> p{parameters,
+                        layout,
+                        sizes.n_mels,
+                        sizes.frames,
+                        sizes.latent,
+                        sizes.slice_latent,
+                        parts,
+                        backward,
+                        order,
+                        weights,
+                        reinterpret_cast<float*>(weights + std::int64_t{4} * layout.groups)};
   const std::int64_t blocks = 16 * (std::int64_t{p.parts + 1} * layout.latents + layout.slices) + 1;
   const std::size_t shared = sizeof(float) * sizes.frames * sizes.slice_latent;
   launch_kernel({context, blocks, kThreads, shared}, "packing the autoencoder's weights",
@@ -190,15 +211,15 @@ void launch(const Context& context, const AutoencoderSizes& sizes,
 void pack_weights(const Context& context, const AutoencoderSizes& sizes,
                   const AutoencoderTensors<const void*>& parameters, DType parameter_dtype,
                   DType dtype, PackedKind kind, bool backward, const PackedLayout& layout,
-                  void* packed) {
+                  void* packed, PackedOrder order) {
   if (kind == PackedKind::f32) {
-    return launch<float, float, false>(context, sizes, parameters, backward, layout, packed);
+    return launch<float, float, false>(context, sizes, parameters, backward, order, layout, packed);
   }
   if (kind == PackedKind::tf32) {
-    return launch<float, float, true>(context, sizes, parameters, backward, layout, packed);
+    return launch<float, float, true>(context, sizes, parameters, backward, order, layout, packed);
   }
   dispatch_short_dtypes(dtype, parameter_dtype, [&]<typename T, typename W>(T, W) {
-    launch<W, T, false>(context, sizes, parameters, backward, layout, packed);
+    launch<W, T, false>(context, sizes, parameters, backward, order, layout, packed);
   });
 }
 

@@ -33,7 +33,7 @@ struct PackedLayout {
   }
 };
 
-inline PackedLayout packed_layout(const AutoencoderSizes& sizes, bool backward) {
+constexpr PackedLayout packed_layout(const AutoencoderSizes& sizes, bool backward) {
   PackedLayout p{};
   p.mels = (sizes.n_mels + 15) / 16;
   p.latents = (sizes.latent + 15) / 16;
@@ -68,15 +68,25 @@ inline PackedLayout packed_layout(const AutoencoderSizes& sizes, bool backward) 
 /// float32 weights as they are, the same rounded to TF32, or halves.
 enum class PackedKind { f32, tf32, half };
 
-inline std::int64_t packed_bytes(const PackedLayout& layout, PackedKind kind) {
-  return std::int64_t{layout.groups} * (kind == PackedKind::half ? 8 : 16) + 4 * layout.floats;
+inline std::int64_t packed_weight_bytes(const PackedLayout& layout, PackedKind kind) {
+  return std::int64_t{layout.groups} * (kind == PackedKind::half ? 8 : 16);
 }
+inline std::int64_t packed_bytes(const PackedLayout& layout, PackedKind kind) {
+  return packed_weight_bytes(layout, kind) + 4 * layout.floats;
+}
+inline const float* packed_floats(const PackedLayout& layout, const void* packed, PackedKind kind) {
+  return reinterpret_cast<const float*>(static_cast<const unsigned char*>(packed) +
+                                        packed_weight_bytes(layout, kind));
+}
+
+/// For activations in registers, or in shared memory, where several warps have them.
+enum class PackedOrder { registers, memory };
 
 /// Fills packed_bytes(...) of memory. `dtype` is x's: that of the packed halves.
 void pack_weights(const Context& context, const AutoencoderSizes& sizes,
                   const AutoencoderTensors<const void*>& parameters, DType parameter_dtype,
                   DType dtype, PackedKind kind, bool backward, const PackedLayout& layout,
-                  void* packed);
+                  void* packed, PackedOrder order = PackedOrder::registers);
 
 /// Shared memory of the kernels that work on a whole vector of the basis, at the most.
 inline std::int64_t basis_shared_bytes(const AutoencoderSizes& sizes) {

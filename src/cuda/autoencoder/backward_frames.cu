@@ -1,0 +1,651 @@
+// All gradients of the default model, 16 rows of a block at a time: four warps share a frame, those
+// of the last one the bottleneck, too; activations go from warp to warp through shared memory, and
+// the sums over rows stay in registers until the end. x, the incoming gradient and dx cross memory
+// once. Bound by shared memory, in float32 by the tensor cores.
+
+#include "cuda/autoencoder/backward_frames.cuh"
+
+#include <algorithm>
+
+#include "common/scratch.h"
+#include "cuda/autoencoder/forward.cuh"
+#include "cuda/autoencoder/gradients.cuh"
+#include "cuda/autoencoder/operands.cuh"
+#include "cuda/launch.cuh"
+
+namespace fusewise::cuda {
+namespace autoencoder {
+namespace {
+
+constexpr int kFrames = 5, kMels = 64, kLatents = 32, kSlices = 64;
+constexpr int kRows = 16;
+constexpr int kParts = 4;  // warps that share a frame
+constexpr int kThreads = 32 * kFrames * kParts;
+// What a warp has of a frame's products; of the bottleneck's it is one tile. Where a row is
+// normalised, a warp has four rows.
+constexpr int kColumns = kMels / kParts, kTiles = kColumns / 8;
+static_assert(kColumns == 16 && kLatents == 8 * kParts && kRows == 4 * kParts);
+constexpr PackedLayout kLayout = packed_layout(
+    {.rows = 0, .n_mels = kMels, .frames = kFrames, .latent = kLatents, .slice_latent = kSlices},
+    true);
+constexpr SumsLayout kSums = sums_layout(kLayout);
+
+struct Arguments {
+  const void *x, *d_out, *d_z;
+  const float *d_score, *projection;
+  void* dx;
+  const void* packed;
+  float* sums;
+  long long rows, x_stride;
+  WantedSums wanted;
+
+  __device__ __forceinline__ bool reconstructs() const {
+    return d_out != nullptr || d_score != nullptr;
+  }
+  __device__ __forceinline__ bool reaches_encoder() const {
+    return dx != nullptr || wanted.encode || wanted.project;
+  }
+};
+
+/// A block's shared memory. Rows are 16 bytes longer than what they hold, so that eight of them lie
+/// in different banks.
+template <typename P>
+struct Shared {
+  using T = typename P::Weight;
+  using Group = typename PackedGroup<T>::type;
+  static constexpr int kPad = 16 / sizeof(T);
+  static constexpr int kWide = kMels + kPad, kNarrow = kLatents + kPad;
+  using Frames = T[kFrames][kRows][kWide];
+  using Latents = T[kRows][kNarrow];
+  static_assert(kMels == kSlices);
+
+  Group resident[kLayout.resident];
+  Group decode_transposed[kFrames][kLayout.decode - kLayout.decode_transposed];
+  Group project_transposed[kFrames][kLayout.project_step];
+  alignas(16) float floats[kLayout.floats];
+  alignas(16) Frames normal;    ///< x, normalised
+  alignas(16) Frames gradient;  ///< of the output
+  union {
+    alignas(16) Frames hidden;  ///< gradient in front of the encoder's GELU
+    alignas(16) float parts[kFrames][kRows][kLatents + 4];  ///< of z's gradient; before that
+  };
+  union {
+    alignas(16) Frames slice;                          ///< behind the encoder's GELU
+    alignas(16) float raw[kFrames][kRows][kMels + 4];  ///< gradient of `normal`; after that
+  };
+  alignas(16) Latents z, mid_normal, d_mid, d_projection;
+  alignas(16) float mid_raw[kRows][kLatents + 4];  ///< gradient of mid_normal; the next projection
+  /// Of the bottleneck's GELU, and 1 / deviation of the projection: a thread reads what it wrote,
+  /// and has a register more for its sums.
+  alignas(16) float mid_slope[32 * kParts][4];
+  float mid_inverse[32 * kParts];
+};
+
+/// The parts of z's gradient are there: most warps only say so, the bottleneck's wait.
+__device__ __forceinline__ void parts_arrive() {
+  asm volatile("barrier.cta.arrive 1, %0;" ::"n"(kThreads) : "memory");
+}
+__device__ __forceinline__ void parts_wait() {
+  asm volatile("barrier.cta.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+/// The bottleneck's warps meet.
+__device__ __forceinline__ void meet_mid() {
+  asm volatile("barrier.cta.sync 2, %0;" ::"n"(32 * kParts) : "memory");
+}
+
+__device__ __forceinline__ void store_pair(float* to, float a, float b) {
+  *reinterpret_cast<float2*>(to) = make_float2(a, b);
+}
+template <typename T>
+__device__ __forceinline__ void store_pair(T* to, float a, float b) {
+  *reinterpret_cast<unsigned*>(to) = pack_pair(T{}, a, b);
+}
+
+/// Eight values of a row: a warp has four rows of a frame, as they lie in memory.
+template <typename T>
+struct RowPart {
+  static constexpr int kVectors = sizeof(T) / 2;
+  static constexpr int kSize = Vector<T>::kSize;
+  Vector<T> vectors[kVectors];
+
+  static __device__ __forceinline__ int column(int vector, int lane) {
+    return (8 * vector + lane % 8) * kSize;
+  }
+  /// Zeros where the row is not there.
+  __device__ __forceinline__ void load(const T* row, bool real, int lane) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (real) {
+        vectors[v] = load_once(row + column(v, lane));
+      } else {
+        reinterpret_cast<uint4&>(vectors[v]) = make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+  __device__ __forceinline__ void load_shared(const T* row, int lane) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) vectors[v] = load_vector(row + column(v, lane));
+  }
+  __device__ __forceinline__ void store_shared(T* row, int lane) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) store_vector(row + column(v, lane), vectors[v]);
+  }
+  __device__ __forceinline__ void store(T* row, int lane) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) store_streaming(row + column(v, lane), vectors[v]);
+  }
+  __device__ __forceinline__ void get(float (&values)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = vectors[i / kSize][i % kSize];
+  }
+  __device__ __forceinline__ void set(const float (&values)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) vectors[i / kSize].set(i % kSize, values[i]);
+  }
+};
+
+__device__ __forceinline__ long long row_of(int tile) {
+  return static_cast<long long>(tile) * kRows;
+}
+
+/// What follows from the number is computed anew from here on: addresses that are kept in registers
+/// for the next tile push the sums out of them.
+__device__ __forceinline__ void forget(int& number) { asm volatile("" : "+r"(number)); }
+
+/// Over the eight lanes that share a row.
+__device__ __forceinline__ float eight_lanes_sum(float value) {
+  value = row_sum(value);
+  return value + __shfl_xor_sync(0xffffffffu, value, 4);
+}
+
+/// c += 16 rows of `left` times tiles first_tile and on of a packed matrix.
+template <typename P, int kInputs, int kCount>
+__device__ __forceinline__ void multiply_rows(float (&c)[kCount][4], const typename P::Weight* left,
+                                              int stride, const typename Shared<P>::Group* matrix,
+                                              int first_tile, int lane) {
+  constexpr int kBlocks = kInputs / 16;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    typename Shared<P>::Group w[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      w[j] = matrix[((first_tile + j) * kBlocks + b) * 32 + lane];
+    }
+    multiply_16<P>(c, Left16<typename P::Weight>(left + 16 * b, stride, lane), w);
+  }
+}
+
+/// body(tile, half, row, column) for each pair of results that a lane has of `kCount` tiles.
+template <typename T, int kCount, typename Body>
+__device__ __forceinline__ void each_pair(int first_tile, int lane, Body&& body) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) body(j, r, lane / 4 + 8 * r, pair_column<T>(first_tile + j, lane));
+  }
+}
+
+/// The same in both rows of a lane: a bias.
+template <typename T, int kCount>
+__device__ __forceinline__ void fill_rows(float (&c)[kCount][4], const float* bias, int first_tile,
+                                          int lane) {
+  each_pair<T, kCount>(first_tile, lane, [&](int j, int r, int, int column) {
+    const float2 pair = *reinterpret_cast<const float2*>(bias + column);
+    c[j][2 * r] = pair.x, c[j][2 * r + 1] = pair.y;
+  });
+}
+
+/// The eight values of a row become (value - mean) / deviation; returns 1 / deviation.
+__device__ __forceinline__ float normalise_part(float (&values)[8]) {
+  float sum = 0, squares = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum += values[i];
+  const float mean = eight_lanes_sum(sum) * (1.f / kMels);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    values[i] -= mean;
+    squares = fmaf(values[i], values[i], squares);
+  }
+  const float inverse = inverse_root(eight_lanes_sum(squares) * (1.f / kMels) + 1e-5f);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] *= inverse;
+  return inverse;
+}
+
+/// Between the projection and the decoder, there and back: each of the warps that have it has a
+/// tile of every product, and keeps nothing in registers, where the sums are.
+template <typename P>
+class Bottleneck {
+  using T = typename P::Weight;
+
+ public:
+  __device__ __forceinline__ Bottleneck(const Arguments& a, Shared<P>& s, int part)
+      : a_(a), s_(s), part_(part) {}
+
+  /// Sends for the projection, to be used by forward().
+  __device__ __forceinline__ void fetch(int tile, int lane) {
+    const int own = own_row(lane);
+    const long long row = row_of(tile) + own;
+    float* to = s_.mid_raw[own] + own_column(lane);
+    if (row < a_.rows) {
+      copy_vector(to, a_.projection + row * kLatents + own_column(lane));
+    } else {
+      *reinterpret_cast<float4*>(to) = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  }
+
+  /// z and the normalised projection, into shared memory.
+  __device__ __forceinline__ void forward(int lane) {
+    wait_for_copies();
+    const int own = own_row(lane);
+    float4 v = *reinterpret_cast<const float4*>(&s_.mid_raw[own][own_column(lane)]);
+    const float mean = eight_lanes_sum((v.x + v.y) + (v.z + v.w)) * (1.f / kLatents);
+    v.x -= mean, v.y -= mean, v.z -= mean, v.w -= mean;
+    const float squares = fmaf(v.x, v.x, v.y * v.y) + fmaf(v.z, v.z, v.w * v.w);
+    const float inverse = inverse_root(eight_lanes_sum(squares) * (1.f / kLatents) + 1e-5f);
+    s_.mid_inverse[32 * part_ + lane] = inverse;
+    T* normal = s_.mid_normal[own] + own_column(lane);
+    store_pair(normal, v.x * inverse, v.y * inverse);
+    store_pair(normal + 2, v.z * inverse, v.w * inverse);
+    meet_mid();
+    float c[1][4], slope[4];
+    fill_rows<T>(c, s_.floats + kLayout.mid_bias, part_, lane);
+    multiply_rows<P, kLatents>(c, s_.mid_normal[0], Shared<P>::kNarrow, s_.resident + kLayout.mid,
+                               part_, lane);
+    each_pair<T, 1>(part_, lane, [&](int, int r, int row, int column) {
+      float value[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        value[i] = gelu_and_slope<P::kGeluDegree>(c[0][2 * r + i], slope[2 * r + i]);
+      }
+      store_pair(s_.z[row] + column, value[0], value[1]);
+    });
+    *reinterpret_cast<float4*>(s_.mid_slope[32 * part_ + lane]) =
+        make_float4(slope[0], slope[1], slope[2], slope[3]);
+  }
+
+  /// From the parts of z's gradient to that of the projection.
+  __device__ __forceinline__ void backward(int tile, int lane) {
+    each_pair<T, 1>(part_, lane, [&](int, int r, int row, int column) {
+      float d[2] = {0.f, 0.f};
+      if (a_.d_z != nullptr && row_of(tile) + row < a_.rows) {
+        const T* at = static_cast<const T*>(a_.d_z) + (row_of(tile) + row) * kLatents + column;
+        d[0] = to_accumulator<float>(at[0]);
+        d[1] = to_accumulator<float>(at[1]);
+      }
+      if (a_.reconstructs()) {
+#pragma unroll
+        for (int f = 0; f < kFrames; ++f) {
+          const float2 part = *reinterpret_cast<const float2*>(&s_.parts[f][row][column]);
+          d[0] += part.x, d[1] += part.y;
+        }
+      }
+      const float* slope = s_.mid_slope[32 * part_ + lane] + 2 * r;
+      store_pair(s_.d_mid[row] + column, d[0] * slope[0], d[1] * slope[1]);
+    });
+    meet_mid();
+    float c[1][4] = {};
+    multiply_rows<P, kLatents>(c, s_.d_mid[0], Shared<P>::kNarrow,
+                               s_.resident + kLayout.mid_transposed, part_, lane);
+    each_pair<T, 1>(part_, lane, [&](int, int r, int row, int column) {
+      store_pair(&s_.mid_raw[row][column], c[0][2 * r], c[0][2 * r + 1]);
+    });
+    meet_mid();
+    const int own = own_row(lane);
+    const float4 raw = *reinterpret_cast<const float4*>(&s_.mid_raw[own][own_column(lane)]);
+    const T* normal = s_.mid_normal[own] + own_column(lane);
+    float n[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) n[i] = to_accumulator<float>(normal[i]);
+    const float sum = eight_lanes_sum((raw.x + raw.y) + (raw.z + raw.w)) * (1.f / kLatents);
+    const float product =
+        eight_lanes_sum(fmaf(raw.x, n[0], raw.y * n[1]) + fmaf(raw.z, n[2], raw.w * n[3])) *
+        (1.f / kLatents);
+    const float inverse = s_.mid_inverse[32 * part_ + lane];
+    T* to = s_.d_projection[own] + own_column(lane);
+    store_pair(to, inverse * (raw.x - sum - n[0] * product),
+               inverse * (raw.y - sum - n[1] * product));
+    store_pair(to + 2, inverse * (raw.z - sum - n[2] * product),
+               inverse * (raw.w - sum - n[3] * product));
+  }
+
+ private:
+  __device__ __forceinline__ int own_row(int lane) const { return 4 * part_ + lane / 8; }
+  static __device__ __forceinline__ int own_column(int lane) { return 4 * (lane % 8); }
+
+  const Arguments& a_;
+  Shared<P>& s_;
+  const int part_;
+};
+
+/// A warp's part of a frame, in every product that makes or uses it.
+template <typename P>
+__device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int warp) {
+  using T = typename P::Weight;
+  using Group = typename Shared<P>::Group;
+  constexpr int kWide = Shared<P>::kWide, kNarrow = Shared<P>::kNarrow;
+  const int f = warp / kParts, part = warp % kParts, first_tile = kTiles * part;
+  int lane = threadIdx.x % 32;
+  const auto own_row = [&] { return 4 * part + lane / 8; };
+
+  // The sums of this warp, 32 columns by 32 latents: the decoder's of half a frame, or the
+  // projection's.
+  const bool has_decode = part < 2;
+  const int pair_m = 32 * (part % 2);
+  float pair_sums[2][4][4] = {};
+  ColumnSums<T> pair_bias[2];
+  // And 16 by 16: the encoder's, or, by the last frame's warps, the bottleneck's.
+  const bool has_mid = f == kFrames - 1;
+  const int other_m = 16 * (has_mid ? part / 2 : f), other_n = 16 * (has_mid ? part % 2 : part);
+  float other_sums[1][2][4] = {};
+  ColumnSums<T> other_bias[1];
+  static_assert(16 * (kFrames - 1) == kSlices);
+
+  RowPart<T> x;
+  const auto load_x = [&](int tile) {
+    const long long row = row_of(tile) + own_row();
+    x.load(static_cast<const T*>(a.x) + row * a.x_stride + f * kMels, row < a.rows, lane);
+  };
+  const auto fetch_gradient = [&](int tile) {
+    if (a.d_out == nullptr) return;
+    const long long row = row_of(tile) + own_row();
+    const T* from = static_cast<const T*>(a.d_out) + (row * kFrames + f) * kMels;
+#pragma unroll
+    for (int v = 0; v < RowPart<T>::kVectors; ++v) {
+      T* to = s.gradient[f][own_row()] + RowPart<T>::column(v, lane);
+      if (row < a.rows) {
+        copy_vector(to, from + RowPart<T>::column(v, lane));
+      } else {
+        *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+      }
+    }
+  };
+
+  load_x(blockIdx.x);
+  fetch_gradient(blockIdx.x);
+  Bottleneck<P> mid(a, s, part);
+  if (has_mid) {
+    mid.fetch(blockIdx.x, lane);
+    mid.forward(lane);
+  }
+  const int tiles = static_cast<int>((a.rows + kRows - 1) / kRows);
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    forget(lane), forget(tile);
+    float values[8];
+    x.get(values);
+    const float inverse = normalise_part(values);
+    x.set(values);
+    x.store_shared(s.normal[f][own_row()], lane);
+    wait_for_copies();
+    __syncthreads();  // x normalised, the gradient, z
+    forget(lane), forget(tile);
+
+    if (a.d_score != nullptr) {
+      float y[kTiles][4];
+      fill_rows<T>(y, s.floats + kLayout.decode_bias, first_tile, lane);
+      multiply_rows<P, kLatents>(
+          y, s.z[0], kNarrow,
+          static_cast<const Group*>(a.packed) + kLayout.decode + f * kLayout.decode_step,
+          first_tile, lane);
+      each_pair<T, kTiles>(first_tile, lane, [&](int j, int r, int row, int column) {
+        const long long at = row_of(tile) + row;
+        float d[2] = {0.f, 0.f};
+        if (at < a.rows) {
+          const T* original = static_cast<const T*>(a.x) + at * a.x_stride + f * kMels + column;
+          const float scale = 2.f / (kFrames * kMels) * a.d_score[at];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            d[i] = scale * (y[j][2 * r + i] - to_accumulator<float>(original[i]));
+          }
+        }
+        store_pair(s.gradient[f][row] + column, d[0], d[1]);
+      });
+      __syncthreads();  // the gradient
+      forget(lane), forget(tile);
+    }
+
+    if (a.reconstructs()) {
+      float part_of_dz[1][4] = {};
+      multiply_rows<P, kMels>(part_of_dz, s.gradient[f][0], kWide, s.decode_transposed[f], part,
+                              lane);
+      each_pair<T, 1>(part, lane, [&](int, int r, int row, int column) {
+        store_pair(&s.parts[f][row][column], part_of_dz[0][2 * r], part_of_dz[0][2 * r + 1]);
+      });
+    }
+    if (has_mid) {
+      parts_wait();
+      mid.backward(tile, lane);
+    } else {
+      parts_arrive();
+    }
+    float slope[kTiles][4];
+    if (a.reaches_encoder()) {
+      float c[kTiles][4];
+      fill_rows<T>(c, s.floats + kLayout.encode_bias, first_tile, lane);
+      multiply_rows<P, kMels>(c, s.normal[f][0], kWide, s.resident + kLayout.encode, first_tile,
+                              lane);
+      each_pair<T, kTiles>(first_tile, lane, [&](int j, int r, int row, int column) {
+        float value[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          value[i] = gelu_and_slope<P::kGeluDegree>(c[j][2 * r + i], slope[j][2 * r + i]);
+        }
+        store_pair(s.slice[f][row] + column, value[0], value[1]);
+      });
+    }
+    __syncthreads();  // behind the encoder's GELU, the projection's gradient
+    forget(lane), forget(tile);
+
+    if (a.reaches_encoder()) {
+      float c[kTiles][4] = {};
+      multiply_rows<P, kLatents>(c, s.d_projection[0], kNarrow, s.project_transposed[f], first_tile,
+                                 lane);
+      each_pair<T, kTiles>(first_tile, lane, [&](int j, int r, int row, int column) {
+        store_pair(s.hidden[f][row] + column, c[j][2 * r] * slope[j][2 * r],
+                   c[j][2 * r + 1] * slope[j][2 * r + 1]);
+      });
+    }
+    if (has_decode ? a.wanted.decode : a.wanted.project) {
+      add_rows<P>(pair_sums, pair_bias, (has_decode ? s.gradient : s.slice)[f][0] + pair_m, kWide,
+                  has_decode ? s.z[0] : s.d_projection[0], kNarrow, lane);
+    }
+    __syncthreads();  // in front of the encoder's GELU; nobody needs the output's gradient any more
+    forget(lane), forget(tile);
+
+    if (a.d_score == nullptr) fetch_gradient(tile + gridDim.x);
+    load_x(tile + gridDim.x);
+    if (has_mid) mid.fetch(tile + gridDim.x, lane);
+    if (a.dx != nullptr) {
+      float c[kTiles][4] = {};
+      multiply_rows<P, kSlices>(c, s.hidden[f][0], kWide, s.resident + kLayout.encode_transposed,
+                                first_tile, lane);
+      each_pair<T, kTiles>(first_tile, lane, [&](int j, int r, int row, int column) {
+        store_pair(&s.raw[f][row][column], c[j][2 * r], c[j][2 * r + 1]);
+      });
+    }
+    if (!has_mid) {
+      if (a.wanted.encode) {
+#pragma unroll 1
+        for (int k = 0; k < kFrames; ++k) {
+          add_rows<P>(other_sums, other_bias, s.hidden[k][0] + other_m, kWide,
+                      s.normal[k][0] + other_n, kWide, lane);
+        }
+      }
+    } else {
+      if (a.wanted.mid) {
+        add_rows<P>(other_sums, other_bias, s.d_mid[0] + other_m, kNarrow,
+                    s.mid_normal[0] + other_n, kNarrow, lane);
+      }
+      meet_mid();  // nobody needs the normalised projection any more
+      mid.forward(lane);
+    }
+    __syncthreads();  // the gradient of the normalised x; nobody else needs that x any more
+    forget(lane), forget(tile);
+
+    if (a.dx != nullptr) {
+      float raw[8], normal[8], sum = 0, product = 0;
+      RowPart<T> stored;
+      stored.load_shared(s.normal[f][own_row()], lane);
+      stored.get(normal);
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        constexpr int kSize = RowPart<T>::kSize;
+        const float4 v = *reinterpret_cast<const float4*>(
+            &s.raw[f][own_row()][RowPart<T>::column(i / kSize, lane) + i % kSize]);
+        raw[i] = v.x, raw[i + 1] = v.y, raw[i + 2] = v.z, raw[i + 3] = v.w;
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        sum += raw[i];
+        product = fmaf(raw[i], normal[i], product);
+      }
+      sum = eight_lanes_sum(sum) * (1.f / kMels);
+      product = eight_lanes_sum(product) * (1.f / kMels);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) raw[i] = inverse * (raw[i] - sum - normal[i] * product);
+      if (a.d_score != nullptr) {
+        // x is also what the output is compared with.
+        stored.load_shared(s.gradient[f][own_row()], lane);
+        stored.get(normal);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) raw[i] -= normal[i];
+      }
+      stored.set(raw);
+      const long long row = row_of(tile) + own_row();
+      if (row < a.rows) stored.store(static_cast<T*>(a.dx) + (row * kFrames + f) * kMels, lane);
+    }
+  }
+  wait_for_copies();
+
+  float* sums = a.sums + static_cast<long long>(blockIdx.x) * kSums.floats;
+  constexpr float kScale = kCutBoth<P>;
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = pair_m + 16 * i + g + 8 * r;
+      const float total = pair_bias[i].total(r);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float v0 = pair_sums[i][j][2 * r] * kScale, v1 = pair_sums[i][j][2 * r + 1] * kScale;
+        const int latent = 8 * j + 2 * t;
+        if (has_decode && a.wanted.decode) {
+          store_pair(sums + kSums.q_decode + (f * kMels + column) * kLatents + latent, v0, v1);
+        } else if (!has_decode && a.wanted.project) {
+          float* q = sums + kSums.q_project + (f * kLatents + latent) * kSlices + column;
+          q[0] = v0, q[kSlices] = v1;
+        }
+      }
+      if (has_decode && t == 0) s.raw[f][0][column] = total;
+    }
+    if (has_mid ? a.wanted.mid : a.wanted.encode) {
+      const int m = other_m + g + 8 * r;
+      float* q = sums + (has_mid ? kSums.q_mid + m * kLatents : kSums.q_encode + m * kMels) +
+                 other_n + 2 * t;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        store_pair(q + 8 * j, other_sums[0][j][2 * r] * kScale,
+                   other_sums[0][j][2 * r + 1] * kScale);
+      }
+      const float total = other_bias[0].total(r);
+      if (t == 0 && other_n == 0) sums[(has_mid ? kSums.b_mid : kSums.b_encode) + m] = total;
+    }
+  }
+  __syncthreads();  // the decoder's bias, frame by frame
+  if (a.wanted.decode && threadIdx.x < kMels) {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < kFrames; ++k) sum += s.raw[k][0][threadIdx.x];
+    sums[kSums.b_decode + threadIdx.x] = sum;
+  }
+}
+
+template <typename P>
+__global__ void __launch_bounds__(kThreads, 1)
+    backward_frames_kernel(const __grid_constant__ Arguments a) {
+  using Group = typename Shared<P>::Group;
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& s = *reinterpret_cast<Shared<P>*>(memory);
+
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const auto copy = [&](void* to, const void* from, int bytes) {
+    for (int i = 16 * threadIdx.x; i < bytes; i += 16 * kThreads) {
+      copy_vector(static_cast<unsigned char*>(to) + i, static_cast<const unsigned char*>(from) + i);
+    }
+  };
+  const Group* packed = static_cast<const Group*>(a.packed);
+  copy(s.resident, packed, sizeof s.resident);
+  for (int f = 0; f < kFrames; ++f) {
+    copy(s.decode_transposed[f], packed + kLayout.decode_transposed + f * kLayout.decode_step,
+         sizeof s.decode_transposed[f]);
+  }
+  copy(s.project_transposed, packed + kLayout.project_transposed, sizeof s.project_transposed);
+  copy(s.floats, packed + kLayout.groups, sizeof s.floats);
+  wait_for_copies();
+  __syncthreads();
+  frame_part<P>(a, s, warp_index());
+}
+
+bool aligned(const void* address, std::int64_t stride, std::int64_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(address) % 16 == 0 && stride * bytes % 16 == 0;
+}
+
+std::int64_t shared_bytes(const AutoencoderBackwardArguments& call) {
+  return call.dtype == DType::f32 ? sizeof(Shared<Tf32Products>)
+                                  : sizeof(Shared<HalfProducts<__half>>);
+}
+
+}  // namespace
+}  // namespace autoencoder
+
+using namespace autoencoder;
+
+bool autoencoder_frames_fit(const Context& context, const AutoencoderBackwardArguments& call) {
+  const std::int64_t bytes = size_of(call.dtype);
+  return call.dtype != DType::f64 && has_default_shape(call.sizes) &&
+         call.sizes.frames == kFrames && (call.d_out == nullptr || call.d_score == nullptr) &&
+         aligned(call.x, call.x_stride, bytes) && aligned(call.d_out, 0, bytes) &&
+         aligned(call.dx, 0, bytes) && aligned(call.d_z, 0, bytes) &&
+         aligned(call.projection, 0, 4) &&
+         shared_bytes(call) <= limits_of(context.device).block_shared_memory;
+}
+
+void autoencoder_frames_run(const Context& context, const AutoencoderBackwardArguments& call) {
+  const AutoencoderSizes& sizes = call.sizes;
+  const float* projection = static_cast<const float*>(call.projection);
+  const Scratch<float> made(context, projection == nullptr ? sizes.rows * kLatents : 0);
+  if (projection == nullptr) {
+    autoencoder_fused_run(context,
+                          AutoencoderForwardArguments{.sizes = sizes,
+                                                      .parameters = call.parameters,
+                                                      .dtype = call.dtype,
+                                                      .parameter_dtype = call.parameter_dtype,
+                                                      .tf32 = call.tf32,
+                                                      .x = call.x,
+                                                      .x_stride = call.x_stride,
+                                                      .projection = made.data()});
+    projection = made.data();
+  }
+  const PackedKind kind = packed_kind(call.dtype, call.tf32);
+  const Scratch<unsigned char> packed(context, packed_bytes(kLayout, kind));
+  const std::int64_t blocks = std::min<std::int64_t>((sizes.rows + kRows - 1) / kRows,
+                                                     limits_of(context.device).multiprocessors);
+  const Scratch<float> sums(context,
+                            finishes(call) ? kSums.floats * std::max<std::int64_t>(blocks, 1) : 0);
+  pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, true,
+               kLayout, packed.data(), PackedOrder::memory);
+  const Arguments a{
+      call.x,     call.d_out,    call.d_z,         static_cast<const float*>(call.d_score),
+      projection, call.dx,       packed.data(),    sums.data(),
+      sizes.rows, call.x_stride, wanted_sums(call)};
+  dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
+    launch_kernel({context, blocks, kThreads, sizeof(Shared<P>), true},
+                  "running the autoencoder backward", backward_frames_kernel<P>, a);
+  });
+  finish_gradients(context, call, kLayout, kSums, static_cast<int>(blocks), sums.data(),
+                   packed.data());
+}
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,231 @@
+#pragma once
+
+// Matrix products of a warp whose operands lie in shared memory, row by row: activations that
+// several warps share. A result's tile is 16 rows by 8 columns, of which lane 4g + t has a pair of
+// columns in rows g and g + 8.
+
+#include "cuda/autoencoder/rows.cuh"
+#include "cuda/copy_async.cuh"
+
+namespace fusewise::cuda::autoencoder {
+
+/// c += a b, 16 by 8, over 8 values of float32 as TF32, or 16 halves.
+__device__ __forceinline__ void multiply_tile(float, float (&c)[4], const unsigned (&a)[4],
+                                              unsigned b0, unsigned b1) {
+  mma_tf32(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1);
+}
+__device__ __forceinline__ void multiply_tile(__half, float (&c)[4], const unsigned (&a)[4],
+                                              unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply_tile(__nv_bfloat16, float (&c)[4], const unsigned (&a)[4],
+                                              unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// The first of the two columns that a lane has of a tile. Halves: neighbouring columns make up a
+/// tile. float32: four columns and those 16 further on do; so a warp's stores of pairs, to rows
+/// that lie 16 bytes beyond a multiple of 128 apart, ask for no bank twice.
+template <typename T>
+__device__ __forceinline__ int pair_column(int tile, int lane) {
+  const int t = lane % 4;
+  if constexpr (sizeof(T) == 4) {
+    return 32 * (tile / 4) + 4 * (tile % 4) + 2 * (t & 1) + 8 * (t & 2);
+  } else {
+    return 8 * tile + 2 * t;
+  }
+}
+
+/// Four matrices of eight rows of 16 bytes; lane i says where row i % 8 of matrix i / 8 lies.
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row)));
+}
+/// The same, each matrix of 8 by 8 halves transposed.
+__device__ __forceinline__ void load_transposed(unsigned (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row)));
+}
+
+/// 16 rows by 16 columns as the left operand: two instructions' worth of float32, one of halves.
+template <typename T>
+struct Left16 {
+  static constexpr int kSteps = sizeof(T) / 2;
+  unsigned v[kSteps][4];
+
+  __device__ __forceinline__ Left16(const T* first, int stride, int lane) {
+    const T* row = first + lane % 16 * stride + lane / 16 * (16 / static_cast<int>(sizeof(T)));
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      load_matrices(v[i], row + i * (32 / static_cast<int>(sizeof(T))));
+    }
+  }
+};
+
+/// c[j] += left times 16 rows and 8 columns of weights, packed for operands in memory. Small
+/// products come first.
+template <typename P, int kTiles, typename Group>
+__device__ __forceinline__ void multiply_16(float (&c)[kTiles][4],
+                                            const Left16<typename P::Weight>& left,
+                                            const Group (&w)[kTiles]) {
+  using T = typename P::Weight;
+  if constexpr (P::kExact) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      unsigned low[4], high[kTiles][2], rest[kTiles][2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) low[i] = dropped(__uint_as_float(left.v[s][i]));
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        split(s == 0 ? w[j].x : w[j].z, high[j][0], rest[j][0]);
+        split(s == 0 ? w[j].y : w[j].w, high[j][1], rest[j][1]);
+      }
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) multiply_tile(T{}, c[j], low, high[j][0], high[j][1]);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) multiply_tile(T{}, c[j], left.v[s], rest[j][0], rest[j][1]);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) multiply_tile(T{}, c[j], left.v[s], high[j][0], high[j][1]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if constexpr (sizeof(T) == 4) {
+        multiply_tile(T{}, c[j], left.v[0], __float_as_uint(w[j].x), __float_as_uint(w[j].y));
+      } else {
+        multiply_tile(T{}, c[j], left.v[0], w[j].x, w[j].y);
+      }
+    }
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        multiply_tile(T{}, c[j], left.v[1], __float_as_uint(w[j].z), __float_as_uint(w[j].w));
+      }
+    }
+  }
+}
+
+/// Sums of 16 columns over all rows that add_rows() saw.
+template <typename T>
+struct ColumnSums {
+  float v[sizeof(T) == 4 ? 2 : 4] = {};
+
+  /// Of column g, and with `upper` g + 8; in every lane that has the same g.
+  __device__ __forceinline__ float total(int upper) const {
+    if constexpr (sizeof(T) == 4) {
+      return row_sum(v[upper]);
+    } else {
+      return v[2 * upper];
+    }
+  }
+};
+
+__device__ __forceinline__ unsigned pair_of_ones(__half) { return 0x3c003c00u; }
+__device__ __forceinline__ unsigned pair_of_ones(__nv_bfloat16) { return 0x3f803f80u; }
+
+/// c[i][j] += a^T b over 16 rows: 16 * kLefts columns of a by 8 * kTiles of b, and sums[i] += a's
+/// columns where `sums` is given. What the tensor cores add up in float32 accuracy is of these rows
+/// alone, and then added with rounding: they drop what does not fit. TF32 operands are cut;
+/// kCutBoth makes up for it.
+template <typename P, int kLefts, int kTiles>
+__device__ __forceinline__ void add_rows(float (&c)[kLefts][kTiles][4],
+                                         ColumnSums<typename P::Weight>* sums,
+                                         const typename P::Weight* a, int a_stride,
+                                         const typename P::Weight* b, int b_stride, int lane) {
+  using T = typename P::Weight;
+  const int g = lane / 4, t = lane % 4;
+  if constexpr (sizeof(T) == 2) {
+    unsigned right[kTiles / 2][4];
+#pragma unroll
+    for (int j = 0; j < kTiles / 2; ++j) {
+      load_transposed(right[j], b + lane % 16 * b_stride + 16 * j + lane / 16 * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kLefts; ++i) {
+      unsigned left[4];
+      load_transposed(left, a + (lane % 8 + lane / 16 * 8) * a_stride + 16 * i + lane / 8 % 2 * 8);
+      if (sums != nullptr) {
+        multiply_tile(T{}, sums[i].v, left, pair_of_ones(T{}), pair_of_ones(T{}));
+      }
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        multiply_tile(T{}, c[i][j], left, right[j / 2][j % 2 * 2], right[j / 2][j % 2 * 2 + 1]);
+      }
+    }
+  } else {
+    // Neighbouring rows make up a pair: with strides of 4 beyond a multiple of 32, no bank is asked
+    // for twice.
+    const T* a_row = a + 2 * t * a_stride + g;
+    const T* b_row = b + 2 * t * b_stride + g;
+#pragma unroll
+    for (int i = 0; i < kLefts; ++i) {
+      unsigned left[2][4], low[2][4];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const T* at = a_row + 8 * s * a_stride + 16 * i;
+        const float av[4] = {at[0], at[8], at[a_stride], at[a_stride + 8]};
+        if (sums != nullptr) {
+          sums[i].v[0] += av[0] + av[2];
+          sums[i].v[1] += av[1] + av[3];
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          left[s][k] = __float_as_uint(av[k]);
+          low[s][k] = dropped(av[k]);
+        }
+      }
+      // Two tiles at a time: more would not fit in the registers.
+#pragma unroll
+      for (int j = 0; j < kTiles; j += 2) {
+        float part[2][4] = {};
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          unsigned high[2][2], rest[2][2];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const float value = b_row[(8 * s + k % 2) * b_stride + 8 * (j + k / 2)];
+            if constexpr (P::kExact) {
+              split(value, high[k / 2][k % 2], rest[k / 2][k % 2]);
+            } else {
+              high[k / 2][k % 2] = __float_as_uint(value);
+            }
+          }
+          if constexpr (P::kExact) {
+#pragma unroll
+            for (int k = 0; k < 2; ++k) multiply_tile(T{}, part[k], low[s], high[k][0], high[k][1]);
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+              multiply_tile(T{}, part[k], left[s], rest[k][0], rest[k][1]);
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+              multiply_tile(T{}, part[k], left[s], high[k][0], high[k][1]);
+          } else {
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+              multiply_tile(T{}, c[i][j + k], left[s], high[k][0], high[k][1]);
+            }
+          }
+        }
+        if constexpr (P::kExact) {
+#pragma unroll
+          for (int k = 0; k < 8; ++k) c[i][j + k / 4][k % 4] += part[k / 4][k % 4];
+        }
+      }
+    }
+  }
+}
+
+/// For the sums that add_rows() makes.
+template <typename P>
+constexpr float kCutBoth =
+    P::kExact || sizeof(typename P::Weight) == 2 ? 1.f : (1.f + kCutLoss) * (1.f + kCutLoss);
+
+}  // namespace fusewise::cuda::autoencoder
