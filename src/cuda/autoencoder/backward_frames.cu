@@ -158,19 +158,25 @@ __device__ __forceinline__ float eight_lanes_sum(float value) {
   return value + __shfl_xor_sync(0xffffffffu, value, 4);
 }
 
+/// Weights of a packed matrix for the inputs of one block of 16, tiles first_tile and on.
+template <int kInputs, int kCount, typename Group>
+__device__ __forceinline__ void load_weights(Group (&w)[kCount], const Group* matrix,
+                                             int first_tile, int block, int lane) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    w[j] = matrix[((first_tile + j) * (kInputs / 16) + block) * 32 + lane];
+  }
+}
+
 /// c += 16 rows of `left` times tiles first_tile and on of a packed matrix.
 template <typename P, int kInputs, int kCount>
 __device__ __forceinline__ void multiply_rows(float (&c)[kCount][4], const typename P::Weight* left,
                                               int stride, const typename Shared<P>::Group* matrix,
                                               int first_tile, int lane) {
-  constexpr int kBlocks = kInputs / 16;
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
+  for (int b = 0; b < kInputs / 16; ++b) {
     typename Shared<P>::Group w[kCount];
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      w[j] = matrix[((first_tile + j) * kBlocks + b) * 32 + lane];
-    }
+    load_weights<kInputs>(w, matrix, first_tile, b, lane);
     multiply_16<P>(c, Left16<typename P::Weight>(left + 16 * b, stride, lane), w);
   }
 }
@@ -318,8 +324,9 @@ class Bottleneck {
   const int part_;
 };
 
-/// A warp's part of a frame, in every product that makes or uses it.
-template <typename P>
+/// A warp's part of a frame, in every product that makes or uses it. kScores: the gradient that
+/// comes in is the score's.
+template <typename P, bool kScores>
 __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int warp) {
   using T = typename P::Weight;
   using Group = typename Shared<P>::Group;
@@ -347,7 +354,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     x.load(static_cast<const T*>(a.x) + row * a.x_stride + f * kMels, row < a.rows, lane);
   };
   const auto fetch_gradient = [&](int tile) {
-    if (a.d_out == nullptr) return;
+    if (kScores || a.d_out == nullptr) return;
     const long long row = row_of(tile) + own_row();
     const T* from = static_cast<const T*>(a.d_out) + (row * kFrames + f) * kMels;
 #pragma unroll
@@ -371,6 +378,16 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
   const int tiles = static_cast<int>((a.rows + kRows - 1) / kRows);
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     forget(lane), forget(tile);
+    // On their way while x is normalised.
+    [[maybe_unused]] Group decode[kLatents / 16][kTiles];
+    if constexpr (kScores) {
+      const Group* packed =
+          static_cast<const Group*>(a.packed) + kLayout.decode + f * kLayout.decode_step;
+#pragma unroll
+      for (int b = 0; b < kLatents / 16; ++b)
+        load_weights<kLatents>(decode[b], packed, first_tile, b, lane);
+      x.store_shared(s.gradient[f][own_row()], lane);
+    }
     float values[8];
     x.get(values);
     const float inverse = normalise_part(values);
@@ -380,25 +397,23 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     __syncthreads();  // x normalised, the gradient, z
     forget(lane), forget(tile);
 
-    if (a.d_score != nullptr) {
+    if constexpr (kScores) {
       float y[kTiles][4];
       fill_rows<T>(y, s.floats + kLayout.decode_bias, first_tile, lane);
-      multiply_rows<P, kLatents>(
-          y, s.z[0], kNarrow,
-          static_cast<const Group*>(a.packed) + kLayout.decode + f * kLayout.decode_step,
-          first_tile, lane);
+#pragma unroll
+      for (int b = 0; b < kLatents / 16; ++b) {
+        multiply_16<P>(y, Left16<T>(s.z[0] + 16 * b, kNarrow, lane), decode[b]);
+      }
       each_pair<T, kTiles>(first_tile, lane, [&](int j, int r, int row, int column) {
         const long long at = row_of(tile) + row;
-        float d[2] = {0.f, 0.f};
-        if (at < a.rows) {
-          const T* original = static_cast<const T*>(a.x) + at * a.x_stride + f * kMels + column;
-          const float scale = 2.f / (kFrames * kMels) * a.d_score[at];
+        const float scale = at < a.rows ? 2.f / (kFrames * kMels) * a.d_score[at] : 0.f;
+        T* pair = s.gradient[f][row] + column;  // x, until here
+        float d[2];
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            d[i] = scale * (y[j][2 * r + i] - to_accumulator<float>(original[i]));
-          }
+        for (int i = 0; i < 2; ++i) {
+          d[i] = at < a.rows ? scale * (y[j][2 * r + i] - to_accumulator<float>(pair[i])) : 0.f;
         }
-        store_pair(s.gradient[f][row] + column, d[0], d[1]);
+        store_pair(pair, d[0], d[1]);
       });
       __syncthreads();  // the gradient
       forget(lane), forget(tile);
@@ -452,7 +467,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     __syncthreads();  // in front of the encoder's GELU; nobody needs the output's gradient any more
     forget(lane), forget(tile);
 
-    if (a.d_score == nullptr) fetch_gradient(tile + gridDim.x);
+    fetch_gradient(tile + gridDim.x);
     load_x(tile + gridDim.x);
     if (has_mid) mid.fetch(tile + gridDim.x, lane);
     if (a.dx != nullptr) {
@@ -503,7 +518,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
       product = eight_lanes_sum(product) * (1.f / kMels);
 #pragma unroll
       for (int i = 0; i < 8; ++i) raw[i] = inverse * (raw[i] - sum - normal[i] * product);
-      if (a.d_score != nullptr) {
+      if constexpr (kScores) {
         // x is also what the output is compared with.
         stored.load_shared(s.gradient[f][own_row()], lane);
         stored.get(normal);
@@ -561,7 +576,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
   }
 }
 
-template <typename P>
+template <typename P, bool kScores>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_frames_kernel(const __grid_constant__ Arguments a) {
   using Group = typename Shared<P>::Group;
@@ -585,7 +600,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   copy(s.floats, packed + kLayout.groups, sizeof s.floats);
   wait_for_copies();
   __syncthreads();
-  frame_part<P>(a, s, warp_index());
+  frame_part<P, kScores>(a, s, warp_index());
 }
 
 bool aligned(const void* address, std::int64_t stride, std::int64_t bytes) {
@@ -641,8 +656,15 @@ void autoencoder_frames_run(const Context& context, const AutoencoderBackwardArg
       projection, call.dx,       packed.data(),    sums.data(),
       sizes.rows, call.x_stride, wanted_sums(call)};
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
-    launch_kernel({context, blocks, kThreads, sizeof(Shared<P>), true},
-                  "running the autoencoder backward", backward_frames_kernel<P>, a);
+    const auto launch = [&](auto* kernel) {
+      launch_kernel({context, blocks, kThreads, sizeof(Shared<P>), true},
+                    "running the autoencoder backward", kernel, a);
+    };
+    if (call.d_score != nullptr) {
+      launch(backward_frames_kernel<P, true>);
+    } else {
+      launch(backward_frames_kernel<P, false>);
+    }
   });
   finish_gradients(context, call, kLayout, kSums, static_cast<int>(blocks), sums.data(),
                    packed.data());
