@@ -63,6 +63,7 @@ if(FUSEWISE_WITH_CUDA)
     src/cuda/autoencoder/general.cu
     src/cuda/autoencoder/gradients.cu
     src/cuda/autoencoder/implementations.cpp
+    src/cuda/autoencoder/many_rows.cu
     src/cuda/autoencoder/pack.cu
     src/cuda/device.cu
     src/cuda/gemm/product.cpp

@@ -726,7 +726,7 @@ int main(int argc, char** argv) {
         fused(backward(i, 0));
       });
       std::printf("\n    plans:");
-      for (const auto& plan : {AutoencoderForwardPlan{16, false}, AutoencoderForwardPlan{12, false},
+      for (const auto& plan : {AutoencoderForwardPlan{16, false}, AutoencoderForwardPlan{8, false},
                                AutoencoderForwardPlan{10, true}, AutoencoderForwardPlan{5, true}}) {
         char name[64];
         std::snprintf(name, sizeof name, "%dw%s", plan.warps, plan.together ? " together" : "");

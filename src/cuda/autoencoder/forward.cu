@@ -1,7 +1,8 @@
-// Reconstruction, latent vector or anomaly score of the autoencoder in one kernel: a warp takes 16
-// rows through the whole chain in registers. x crosses memory once (the score reads it again, from
-// L2), the result once. Bound by the tensor cores in float32, by GELU and memory in TF32 and
-// halves.
+// Reconstruction, latent vector or anomaly score of the autoencoder in one kernel, for all sizes
+// but many rows of the default model (many_rows.cu) and the fewest (few_rows.cu): a warp, or the
+// warps of a block together, take 16 rows through the whole chain in registers. x crosses memory
+// once (the score reads it again, from L2), the result once. Bound by the tensor cores in float32,
+// by latencies in TF32 and halves.
 
 #include "cuda/autoencoder/forward.cuh"
 
@@ -9,6 +10,7 @@
 
 #include "common/scratch.h"
 #include "cuda/autoencoder/few_rows.cuh"
+#include "cuda/autoencoder/many_rows.cuh"
 #include "cuda/autoencoder/rows.cuh"
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
@@ -28,12 +30,8 @@ struct Arguments {
 };
 
 /// Of a block, for their registers.
-template <typename P, typename Shape, bool kTogether>
-constexpr int most_warps() {
-  if (!Shape::kWhole) return 8;
-  if (kTogether) return 12;
-  return 16;
-}
+template <typename Shape>
+constexpr int kMostWarps = Shape::kWhole ? 12 : 8;
 
 /// Adds up the blocks of all warps of the block, in order of the warps. Begins with a barrier that
 /// ends what was read before.
@@ -68,7 +66,7 @@ __device__ __forceinline__ void sum_over_warps(Block (&blocks)[kBlocks], int cou
 }
 
 template <typename T, typename P, typename Shape, bool kTogether, bool kScores>
-__global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
+__global__ void __launch_bounds__(32 * kMostWarps<Shape>, 1)
     forward_kernel(const __grid_constant__ Arguments a) {
   // Unpadded sizes and weights in shared memory come together: both are for the default model.
   constexpr bool kStaged = Shape::kWhole;
@@ -98,8 +96,6 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
     RowPair<const T>(x_base, 16 * from, a.rows, a.x_stride)
         .template fetch<Shape::kWhole>(raw, 0, mels, static_cast<long long>(f) * n_mels, n_mels);
   };
-  // What the score compares with comes the same way.
-  constexpr bool kComparesAhead = kScores && Shape::kWhole && !kTogether;
   const int first_frame = member / chunks;
   if (tile < tiles) fetch(tile, min(first_frame, a.frames - 1));
   wait_for_previous_kernel();
@@ -163,11 +159,10 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
                                        weights, y.encode, chunk * Shape::kChunk, m, mels);
           }
         }
-        // Without a condition, so that the old one needs no registers any more. The frame after the
-        // last is the first once more for the score, else that of the next rows.
+        // Without a condition, so that the old one needs no registers any more.
         if (chunk == chunks - 1) {
           const bool here = next < a.frames;
-          fetch(here || kComparesAhead ? tile : tile + step, here ? next : first_frame);
+          fetch(here ? tile : tile + step, here ? next : first_frame);
         }
         if (!mine) continue;
         // A sum of its own, added with rounding: the tensor cores drop what does not fit.
@@ -213,44 +208,35 @@ __global__ void __launch_bounds__(32 * most_warps<P, Shape, kTogether>(), 1)
       if (l < latents) z_left[l] = P::left(z[l]);
     }
 
-    // Blocks of the output made together: where there are registers for it, a frame.
-    constexpr int kOutputs =
-        Shape::kWhole && !kTogether && !P::kExact ? Shape::kMels : Shape::kChunk;
     const RowPair<T> out(static_cast<T*>(a.out), 16 * tile, a.rows, width);
     float squares[2] = {0.f, 0.f};
     int unit = 0;  // of work, dealt out to the group
     for (int f = 0; f < a.frames; ++f) {
       const long long offset = static_cast<long long>(f) * n_mels;
-#pragma unroll(kComparesAhead ? Shape::kMels / kOutputs : 1)
-      for (int chunk = 0; chunk < mels; chunk += kOutputs) {
+#pragma unroll 1
+      for (int chunk = 0; chunk < mels; chunk += Shape::kChunk) {
         if (kTogether && unit++ % warps != member) continue;
-        Block original[kOutputs], result[kOutputs];
-        if constexpr (kComparesAhead) {
-          auto& here = *reinterpret_cast<Four<T>(*)[kOutputs][2]>(raw + chunk);
-          expand(original, here, kOutputs);
-          const bool last = f + 1 == a.frames;
-          RowPair<const T>(x_base, 16 * (last ? tile + step : tile), a.rows, a.x_stride)
-              .template fetch<true>(here, chunk, kOutputs, last ? 0 : offset + n_mels, n_mels);
-        } else if constexpr (kScores) {
-          x.template load<Shape::kWhole>(original, chunk, kOutputs, offset, n_mels);
+        Block original[Shape::kChunk], result[Shape::kChunk];
+        if constexpr (kScores) {
+          x.template load<Shape::kWhole>(original, chunk, Shape::kChunk, offset, n_mels);
         }
 #pragma unroll
-        for (int j = 0; j < kOutputs; ++j) {
+        for (int j = 0; j < Shape::kChunk; ++j) {
           result[j].fill(weights.bias(y.decode_bias, chunk + j));
         }
 #pragma unroll
         for (int l = 0; l < Shape::kLatents; ++l) {
           if (l >= latents) break;
-          multiply_block<P, kAtOnce>(result, kOutputs, z_left[l], weights,
+          multiply_block<P, kAtOnce>(result, Shape::kChunk, z_left[l], weights,
                                      y.decode + f * y.decode_step, chunk, l, latents);
         }
         if (!kScores || a.out != nullptr) {
-          out.template store<Shape::kWhole, true>(result, chunk, kOutputs, offset, n_mels);
+          out.template store<Shape::kWhole, true>(result, chunk, Shape::kChunk, offset, n_mels);
         }
         if constexpr (kScores) {
           // Padding is zero in both.
 #pragma unroll
-          for (int j = 0; j < kOutputs; ++j) {
+          for (int j = 0; j < Shape::kChunk; ++j) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -290,7 +276,8 @@ std::int64_t exchange_bytes(const AutoencoderForwardPlan& plan, const PackedLayo
   return plan.together ? std::int64_t{1024} * plan.warps * layout.latents : 0;
 }
 
-/// Whether the kernel for the default model takes the call: its weights fit in shared memory.
+/// Whether the kernel that knows the default model's sizes takes the call: its weights fit in
+/// shared memory.
 bool is_default(const Context& context, const AutoencoderForwardArguments& call,
                 const PackedLayout& layout, std::int64_t packed) {
   const std::int64_t bytes = size_of(call.dtype);
@@ -308,19 +295,18 @@ int units_of(const PackedLayout& layout) {
   return layout.frames * layout.slices / Shape::kChunk;
 }
 
-template <typename P, typename Shape>
+template <typename Shape>
 AutoencoderForwardPlan plan_for(const Context& context, std::int64_t rows,
                                 const PackedLayout& layout) {
   const std::int64_t tiles = (rows + 15) / 16, all = limits_of(context.device).multiprocessors;
   // While there are multiprocessors to spare, the warps of a block share 16 rows; on Hopper two
   // such blocks have room on one of them.
-  if (tiles <= 2 * all) {
+  if (Shape::kWhole || tiles <= 2 * all) {
     const int units = units_of<Shape>(layout);
-    return {std::clamp(tiles <= all ? units : (units + 1) / 2, 1, most_warps<P, Shape, true>()),
-            true};
+    return {std::clamp(tiles <= all ? units : (units + 1) / 2, 1, kMostWarps<Shape>), true};
   }
   // Else all warps have the same number of rows.
-  const std::int64_t most = all * most_warps<P, Shape, false>();
+  const std::int64_t most = all * kMostWarps<Shape>;
   const std::int64_t rounds = (tiles + most - 1) / most;
   return {static_cast<int>((tiles + all * rounds - 1) / (all * rounds)), false};
 }
@@ -328,13 +314,15 @@ AutoencoderForwardPlan plan_for(const Context& context, std::int64_t rows,
 template <typename P, typename Shape, bool kTogether, bool kScores>
 void launch(const Context& context, const Arguments& a, AutoencoderForwardPlan plan,
             std::int64_t packed) {
+  plan.together = kTogether;
+  plan.warps = std::min(plan.warps, kMostWarps<Shape>);
   if (kTogether) plan.warps = std::min(plan.warps, units_of<Shape>(a.layout));
   const std::int64_t tiles = (a.rows + 15) / 16;
   const std::int64_t wanted = kTogether ? tiles : (tiles + plan.warps - 1) / plan.warps;
   const DeviceLimits& limits = limits_of(context.device);
   std::int64_t shared = (Shape::kWhole ? packed : 0) + exchange_bytes(plan, a.layout);
   // As many blocks of a multiprocessor as are at work at once, all with the same number.
-  std::int64_t resident = most_warps<P, Shape, kTogether>() / plan.warps;
+  std::int64_t resident = kMostWarps<Shape> / plan.warps;
   if (shared > 0) resident = std::min(resident, limits.shared_memory / (shared + 1024));
   resident =
       std::clamp<std::int64_t>((wanted + limits.multiprocessors - 1) / limits.multiprocessors, 1,
@@ -349,17 +337,33 @@ void launch(const Context& context, const Arguments& a, AutoencoderForwardPlan p
       a);
 }
 
+/// Whether so many that warps with 16 rows each are faster than warps that share them. In halves
+/// they always are (600 rows of bfloat16: 9.1 against 9.8 us); in TF32 with more than 16 rows a
+/// multiprocessor (4096 rows: 13.6 against 15.5, but 2112 rows: 13.2 against 11.3); in float32 with
+/// more than two such blocks (4096 rows: 21.2 against 20.3).
+bool are_many(const Context& context, const AutoencoderForwardArguments& call) {
+  const int shared = call.dtype != DType::f32 ? 0 : call.tf32 ? 16 : 32;
+  return call.sizes.rows > std::int64_t{shared} * limits_of(context.device).multiprocessors;
+}
+
 /// The plan chosen here where `plan` is null.
 void run(const Context& context, const AutoencoderForwardArguments& call,
          const AutoencoderForwardPlan* plan) {
   const AutoencoderSizes& sizes = call.sizes;
   if (sizes.rows == 0) return;
-  const PackedLayout layout = packed_layout(sizes, false);
+  const bool many = autoencoder_takes_many_rows(context, call) &&
+                    (plan != nullptr ? !plan->together : are_many(context, call));
+  const PackedLayout layout =
+      many ? autoencoder_many_rows_layout(call) : packed_layout(sizes, false);
   const PackedKind kind = packed_kind(call.dtype, call.tf32);
   const std::int64_t packed = packed_bytes(layout, kind);
   const Scratch<unsigned char> memory(context, packed);
   pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, false,
                layout, memory.data());
+  if (many) {
+    return autoencoder_run_many_rows(context, call, layout, memory.data(),
+                                     plan != nullptr ? plan->warps : 0);
+  }
   const Arguments a{call.x,
                     call.out,
                     call.z,
@@ -375,13 +379,14 @@ void run(const Context& context, const AutoencoderForwardArguments& call,
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
     const auto start = [&]<typename Shape>(Shape) {
       const AutoencoderForwardPlan chosen =
-          plan != nullptr ? *plan : plan_for<P, Shape>(context, sizes.rows, layout);
+          plan != nullptr ? *plan : plan_for<Shape>(context, sizes.rows, layout);
       const auto scored = [&]<bool kScores>(std::bool_constant<kScores>) {
-        if (chosen.together) {
-          launch<P, Shape, true, kScores>(context, a, chosen, packed);
-        } else {
-          launch<P, Shape, false, kScores>(context, a, chosen, packed);
+        if constexpr (!Shape::kWhole) {
+          if (!chosen.together) {
+            return launch<P, Shape, false, kScores>(context, a, chosen, packed);
+          }
         }
+        launch<P, Shape, true, kScores>(context, a, chosen, packed);
       };
       call.score != nullptr ? scored(std::true_type{}) : scored(std::false_type{});
     };

@@ -66,8 +66,8 @@ __device__ __forceinline__ E packed_value(float value) {
 template <typename W, typename E, bool kRound>
 __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inputs,
                             const void* weight, const void* bias, const void* norm_weight,
-                            const void* norm_bias, int output_blocks, int input_blocks, int at,
-                            int transposed_at, float* packed_bias) {
+                            const void* norm_bias, int output_blocks, int input_blocks,
+                            bool of_frames, int at, int transposed_at, float* packed_bias) {
   float shift = 0;
   for (int k = threadIdx.x; k < 16 * input_blocks; k += blockDim.x) {
     float value = 0;
@@ -77,7 +77,8 @@ __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inpu
       shift += w * p.read(norm_bias, k);
     }
     const E e = packed_value<E, kRound>(value);
-    p.weights[4 * at + position<E>(p.order, n, k, input_blocks)] = e;
+    const int column = of_frames ? p.layout.mel(k) : k;
+    p.weights[4 * at + position<E>(p.order, n, column, input_blocks)] = e;
     if (p.backward) p.weights[4 * transposed_at + position<E>(p.order, k, n, output_blocks)] = e;
   }
   __shared__ float parts[kThreads / 32];
@@ -134,7 +135,8 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
     sum = warp_sum(sum, kDotLanes) * inverse;
     if (i >= count || lane != 0) continue;
     const E e = packed_value<E, kRound>(real ? sum : 0.f);
-    p.weights[4 * (y.decode + f * y.decode_step) + position<E>(p.order, m, l, y.latents)] = e;
+    p.weights[4 * (y.decode + f * y.decode_step) + position<E>(p.order, y.mel(m), l, y.latents)] =
+        e;
     if (p.backward) {
       p.weights[4 * (y.decode_transposed + f * y.decode_step) +
                 position<E>(p.order, l, m, y.mels)] = e;
@@ -168,16 +170,16 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
   if (b < encoder) {
     return pack_linear<W, E, kRound>(p, b, p.slice_latent, p.n_mels, q.encoder_weight,
                                      q.encoder_bias, q.norm_weight, q.norm_bias, y.slices, y.mels,
-                                     y.encode, y.encode_transposed, p.floats + y.encode_bias);
+                                     true, y.encode, y.encode_transposed, p.floats + y.encode_bias);
   }
   b -= encoder;
   if (b < mid) {
     return pack_linear<W, E, kRound>(p, b, p.latent, p.latent, q.mid_weight, q.mid_bias,
                                      q.mid_norm_weight, q.mid_norm_bias, y.latents, y.latents,
-                                     y.mid, y.mid_transposed, p.floats + y.mid_bias);
+                                     false, y.mid, y.mid_transposed, p.floats + y.mid_bias);
   }
   for (int m = threadIdx.x; m < 16 * y.mels; m += blockDim.x) {
-    p.floats[y.decode_bias + m] = m < p.n_mels ? p.read(q.decoder_bias, m) : 0.f;
+    p.floats[y.decode_bias + y.mel(m)] = m < p.n_mels ? p.read(q.decoder_bias, m) : 0.f;
   }
 }
 

@@ -27,7 +27,14 @@ struct PackedLayout {
   /// Behind the weights, floats: biases of the three Linear, 1 / norm of each basis vector.
   int encode_bias, mid_bias, decode_bias, inverse_norm;
   int floats;
+  /// The columns of a frame are so ordered that a lane, which has four of a block of 16, has eight
+  /// neighbouring ones in two blocks: 16 bytes of halves. n_mels is a multiple of 32 then.
+  bool wide;
 
+  /// Where column m of a frame stands in that order.
+  __host__ __device__ constexpr int mel(int m) const {
+    return wide ? (m & ~31) | (m >> 2 & 1) << 4 | (m >> 3 & 3) << 2 | (m & 3) : m;
+  }
   static __host__ __device__ constexpr int matrix(int outputs, int inputs) {
     return 64 * outputs * inputs;
   }
