@@ -68,6 +68,8 @@ def parse(arguments):
     options = parser.parse_args(arguments)
     if options.live and not options.weights:
         parser.error("--live needs --weights, which a run without --live writes")
+    if options.live and options.data:
+        parser.error("--data is for training and testing: --live scores one file with --weights")
     if not 0.5 <= options.seconds <= 3600:
         parser.error(f"--seconds takes 0.5 to 3600, got {options.seconds}")
     if not 0.2 <= options.window <= 3600:

@@ -118,6 +118,10 @@ def _bench(chosen: argparse.Namespace) -> int:
     _known("--baseline", chosen.baseline or (), all_baselines())
     _known("--dtype", filter(None, [chosen.dtype]), (*DTYPES, TF32))
     _known("--layout", filter(None, [chosen.layout]), LAYOUTS)
+    if chosen.layout:
+        have = [name for name, family in FAMILIES.items() if chosen.layout in family.layouts]
+        _known(f"--layout {chosen.layout} of", families, have)
+        families = families or have
     options = bench.Options(
         families=tuple(families) or tuple(FAMILIES),
         device=chosen.device or "",

@@ -178,6 +178,7 @@ def test_without_safetensors(tmp_path, monkeypatch):
     "arguments, said",
     [
         (["--live", "x.wav"], "--live needs --weights"),
+        (["--live", "x.wav", "--weights", "w", "--data", "d"], "--data is for training"),
         (["--epochs", "0"], "expected at least 1, got 0"),
         (["--seconds", "0.1"], "--seconds takes 0.5 to 3600, got 0.1"),
         (["--seconds", "nan"], "--seconds takes 0.5 to 3600, got nan"),
