@@ -1,7 +1,7 @@
 // All gradients of the default model, 16 rows of a block at a time: four warps share a frame, those
 // of the last one the bottleneck, too; activations go from warp to warp through shared memory, and
 // the sums over rows stay in registers until the end. x, the incoming gradient and dx cross memory
-// once. Bound by shared memory, in float32 by the tensor cores.
+// once. Bound by shared memory, in float32 by issuing.
 
 #include "cuda/autoencoder/backward_frames.cuh"
 
