@@ -130,6 +130,24 @@ def test_rows_of_nan_and_inf(rows, sizes, dtypes, output, value):
         assert found[name][~others].isnan().any()
 
 
+@pytest.mark.parametrize("output", ["reconstruction", "score"])
+def test_tf32_of_plain_sums(output):
+    """A gradient of ones loses nothing when it is cut: what makes up for the cut of others must
+    not show in the sums over many rows."""
+    case = make_case(4096, DEFAULT, "cuda", output=output)
+    case.gradient.fill_(1)
+    with precision("tf32"):
+        case.check()
+
+
+@pytest.mark.parametrize("rows", [40, 700, 5000])
+def test_differences_too_large_for_float16(rows):
+    case = make_case(rows, DEFAULT, "cuda", DTYPES["fp16"])
+    case.x[3] = -60000
+    case.x[3, ::64] = 60000
+    case.check()
+
+
 def test_float32_is_exact_by_default():
     """With TF32 the error of a product would be some 1e-3 of its terms."""
     case = make_case(700, DEFAULT, "cuda")

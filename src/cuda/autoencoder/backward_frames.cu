@@ -73,6 +73,7 @@ struct Shared {
     alignas(16) Frames slice;                          ///< behind the encoder's GELU
     alignas(16) float raw[kFrames][kRows][kMels + 4];  ///< gradient of `normal`; after that
   };
+  float d_score[kRows];
   alignas(16) Latents z, mid_normal, d_mid, d_projection;
   alignas(16) float mid_raw[kRows][kLatents + 4];  ///< gradient of mid_normal; the next projection
   /// Of the bottleneck's GELU, and 1 / deviation of the projection: a thread reads what it wrote,
@@ -324,6 +325,26 @@ class Bottleneck {
   const int part_;
 };
 
+/// Sends for the weights.
+template <typename P>
+__device__ __forceinline__ void fetch_weights(const void* packed, Shared<P>& s) {
+  const auto copy = [](void* to, const void* from, int bytes) {
+#pragma unroll 1
+    for (int i = 16 * threadIdx.x; i < bytes; i += 16 * kThreads) {
+      copy_vector(static_cast<unsigned char*>(to) + i, static_cast<const unsigned char*>(from) + i);
+    }
+  };
+  const auto* groups = static_cast<const typename Shared<P>::Group*>(packed);
+  copy(s.resident, groups, sizeof s.resident);
+#pragma unroll 1
+  for (int f = 0; f < kFrames; ++f) {
+    copy(s.decode_transposed[f], groups + kLayout.decode_transposed + f * kLayout.decode_step,
+         sizeof s.decode_transposed[f]);
+  }
+  copy(s.project_transposed, groups + kLayout.project_transposed, sizeof s.project_transposed);
+  copy(s.floats, groups + kLayout.groups, sizeof s.floats);
+}
+
 /// A warp's part of a frame, in every product that makes or uses it. kScores: the gradient that
 /// comes in is the score's.
 template <typename P, bool kScores>
@@ -354,7 +375,16 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     x.load(static_cast<const T*>(a.x) + row * a.x_stride + f * kMels, row < a.rows, lane);
   };
   const auto fetch_gradient = [&](int tile) {
-    if (kScores || a.d_out == nullptr) return;
+    if constexpr (kScores) {
+      if (warp != 0 || lane >= kRows) return;
+      if (row_of(tile) + lane < a.rows) {
+        copy_float(s.d_score + lane, a.d_score + row_of(tile) + lane);
+      } else {
+        s.d_score[lane] = 0.f;
+      }
+      return;
+    }
+    if (a.d_out == nullptr) return;
     const long long row = row_of(tile) + own_row();
     const T* from = static_cast<const T*>(a.d_out) + (row * kFrames + f) * kMels;
 #pragma unroll
@@ -368,13 +398,17 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     }
   };
 
+  // Nobody writes these while this kernel or the one before it runs, which packs the weights.
+  Bottleneck<P> mid(a, s, part);
   load_x(blockIdx.x);
   fetch_gradient(blockIdx.x);
-  Bottleneck<P> mid(a, s, part);
-  if (has_mid) {
-    mid.fetch(blockIdx.x, lane);
-    mid.forward(lane);
-  }
+  if (has_mid) mid.fetch(blockIdx.x, lane);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  fetch_weights(a.packed, s);
+  wait_for_copies();
+  __syncthreads();
+  if (has_mid) mid.forward(lane);
   const int tiles = static_cast<int>((a.rows + kRows - 1) / kRows);
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     forget(lane), forget(tile);
@@ -405,15 +439,10 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
         multiply_16<P>(y, Left16<T>(s.z[0] + 16 * b, kNarrow, lane), decode[b]);
       }
       each_pair<T, kTiles>(first_tile, lane, [&](int j, int r, int row, int column) {
-        const long long at = row_of(tile) + row;
-        const float scale = at < a.rows ? 2.f / (kFrames * kMels) * a.d_score[at] : 0.f;
+        const float scale = 2.f / (kFrames * kMels) * s.d_score[row];
         T* pair = s.gradient[f][row] + column;  // x, until here
-        float d[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          d[i] = at < a.rows ? scale * (y[j][2 * r + i] - to_accumulator<float>(pair[i])) : 0.f;
-        }
-        store_pair(pair, d[0], d[1]);
+        store_pair(pair, scale * (y[j][2 * r] - to_accumulator<float>(pair[0])),
+                   scale * (y[j][2 * r + 1] - to_accumulator<float>(pair[1])));
       });
       __syncthreads();  // the gradient
       forget(lane), forget(tile);
@@ -533,7 +562,6 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
   wait_for_copies();
 
   float* sums = a.sums + static_cast<long long>(blockIdx.x) * kSums.floats;
-  constexpr float kScale = kCutBoth<P>;
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -543,7 +571,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
       const float total = pair_bias[i].total(r);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float v0 = pair_sums[i][j][2 * r] * kScale, v1 = pair_sums[i][j][2 * r + 1] * kScale;
+        const float v0 = pair_sums[i][j][2 * r], v1 = pair_sums[i][j][2 * r + 1];
         const int latent = 8 * j + 2 * t;
         if (has_decode && a.wanted.decode) {
           store_pair(sums + kSums.q_decode + (f * kMels + column) * kLatents + latent, v0, v1);
@@ -552,7 +580,8 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
           q[0] = v0, q[kSlices] = v1;
         }
       }
-      if (has_decode && t == 0) s.raw[f][0][column] = total;
+      // In a row that nobody else may still be reading.
+      if (has_decode && t == 0) s.raw[f][4 * part][column] = total;
     }
     if (has_mid ? a.wanted.mid : a.wanted.encode) {
       const int m = other_m + g + 8 * r;
@@ -560,8 +589,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
                  other_n + 2 * t;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        store_pair(q + 8 * j, other_sums[0][j][2 * r] * kScale,
-                   other_sums[0][j][2 * r + 1] * kScale);
+        store_pair(q + 8 * j, other_sums[0][j][2 * r], other_sums[0][j][2 * r + 1]);
       }
       const float total = other_bias[0].total(r);
       if (t == 0 && other_n == 0) sums[(has_mid ? kSums.b_mid : kSums.b_encode) + m] = total;
@@ -571,7 +599,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
   if (a.wanted.decode && threadIdx.x < kMels) {
     float sum = 0;
 #pragma unroll
-    for (int k = 0; k < kFrames; ++k) sum += s.raw[k][0][threadIdx.x];
+    for (int k = 0; k < kFrames; ++k) sum += s.raw[k][4 * (threadIdx.x / 32)][threadIdx.x];
     sums[kSums.b_decode + threadIdx.x] = sum;
   }
 }
@@ -579,28 +607,8 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
 template <typename P, bool kScores>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_frames_kernel(const __grid_constant__ Arguments a) {
-  using Group = typename Shared<P>::Group;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& s = *reinterpret_cast<Shared<P>*>(memory);
-
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  const auto copy = [&](void* to, const void* from, int bytes) {
-    for (int i = 16 * threadIdx.x; i < bytes; i += 16 * kThreads) {
-      copy_vector(static_cast<unsigned char*>(to) + i, static_cast<const unsigned char*>(from) + i);
-    }
-  };
-  const Group* packed = static_cast<const Group*>(a.packed);
-  copy(s.resident, packed, sizeof s.resident);
-  for (int f = 0; f < kFrames; ++f) {
-    copy(s.decode_transposed[f], packed + kLayout.decode_transposed + f * kLayout.decode_step,
-         sizeof s.decode_transposed[f]);
-  }
-  copy(s.project_transposed, packed + kLayout.project_transposed, sizeof s.project_transposed);
-  copy(s.floats, packed + kLayout.groups, sizeof s.floats);
-  wait_for_copies();
-  __syncthreads();
-  frame_part<P, kScores>(a, s, warp_index());
+  frame_part<P, kScores>(a, *reinterpret_cast<Shared<P>*>(memory), warp_index());
 }
 
 bool aligned(const void* address, std::int64_t stride, std::int64_t bytes) {

@@ -159,7 +159,9 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
 #pragma unroll
     for (Block& b : projection) b.fill(0.f);
     for (int f = 0; f < a.frames; ++f) {
-      // LayerNorm: its mean is taken off here, its deviation off the encoder's result.
+      // LayerNorm: its mean is taken off here, its deviation off the encoder's result. Half of it
+      // in float16, where a difference of two numbers may be too large.
+      constexpr float kShare = std::is_same_v<T, __half> ? 0.5f : 1.f;
       Block frame[kMels];
       float inverse_deviation[2];
 #pragma unroll
@@ -168,11 +170,13 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
         float squares = 0.f;
 #pragma unroll
         for (int i = 0; i < 4 * kMels; ++i) {
-          const float d = raw.value(r, i) - mean;
+          const float d = fmaf(raw.value(r, i), kShare, -kShare * mean);
           frame[i / 4].v[r][i % 4] = d;
           squares = fmaf(d, d, squares);
         }
-        inverse_deviation[r] = inverse_root(row_sum(squares) * (1.f / kFrameWidth) + 1e-5f);
+        inverse_deviation[r] =
+            inverse_root(row_sum(squares) * (1.f / (kShare * kShare * kFrameWidth)) + 1e-5f) *
+            (1.f / kShare);
       }
       // Where it takes no more room, a frame is kept as the products want it.
       constexpr bool kKeepsLeft = !P::kExact;

@@ -178,7 +178,7 @@ __device__ __forceinline__ void add_rows(float (&c)[kLefts][kTiles][4],
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          left[s][k] = __float_as_uint(av[k]);
+          left[s][k] = P::kExact ? __float_as_uint(av[k]) : round_to_tf32(av[k]);
           low[s][k] = dropped(av[k]);
         }
       }
@@ -195,7 +195,7 @@ __device__ __forceinline__ void add_rows(float (&c)[kLefts][kTiles][4],
             if constexpr (P::kExact) {
               split(value, high[k / 2][k % 2], rest[k / 2][k % 2]);
             } else {
-              high[k / 2][k % 2] = __float_as_uint(value);
+              high[k / 2][k % 2] = round_to_tf32(value);
             }
           }
           if constexpr (P::kExact) {
@@ -222,10 +222,5 @@ __device__ __forceinline__ void add_rows(float (&c)[kLefts][kTiles][4],
     }
   }
 }
-
-/// For the sums that add_rows() makes.
-template <typename P>
-constexpr float kCutBoth =
-    P::kExact || sizeof(typename P::Weight) == 2 ? 1.f : (1.f + kCutLoss) * (1.f + kCutLoss);
 
 }  // namespace fusewise::cuda::autoencoder
