@@ -229,7 +229,9 @@ struct Backward {
       const bool decodes = !call.dlatent.defined();
       folded_wanted = decodes && (wanted[4] || wanted[9]);
       summed_ = wanted;
-      summed_[3] = wanted[3] || wanted[2];  // the encoder's weight needs that of its bias
+      // The norm needs the encoder's sums, and the encoder's weight that of its bias.
+      summed_[2] = wanted[2] || wanted[0];
+      summed_[3] = wanted[3] || wanted[1] || summed_[2];
       for (std::size_t i = 0; i < kWeights; ++i) {
         if (summed_[i]) offset[i] = take(count[i]);
       }

@@ -722,10 +722,8 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
   add_rows<kVecs>(dmid, static_cast<const A*>(nullptr), size.latent, count, into.mid_norm_bias);
   normalise_gradient<kVecs>(dmid, w.mid_norm_weight, p.mid_normalised, size.latent, p.mid_scale);
 
-  const bool want_norm =
-      dx.data != nullptr || into.norm_weight != nullptr || into.norm_bias != nullptr;
   const bool want_encoder =
-      want_norm || into.encoder_weight != nullptr || into.encoder_bias != nullptr;
+      dx.data != nullptr || into.encoder_weight != nullptr || into.encoder_bias != nullptr;
   scale_features<kVecs>(dmid, model.inverse_lengths, size.latent, dz);
   const Index width = size.frames * size.slice;
   for (Index f = 0; f < size.frames; ++f) {
@@ -747,12 +745,9 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
       outer(p.hidden, kAll, Index(1), size.slice, rows, size.mels, size.mels, count,
             into.encoder_weight, size.mels);
     }
-    if (!want_norm) continue;
+    if (dx.data == nullptr) continue;
     multiply<kVecs>(Matrix<A>{w.encoder_weight, 1, size.mels}, size.mels, size.slice, p.hidden,
                     p.input);
-    add_rows<kVecs>(p.input, normalised, size.mels, count, into.norm_weight);
-    add_rows<kVecs>(p.input, static_cast<const A*>(nullptr), size.mels, count, into.norm_bias);
-    if (dx.data == nullptr) continue;
     normalise_gradient<kVecs>(p.input, w.norm_weight, normalised, size.mels, p.scales + f * kAll);
     if (gradient.score != nullptr) {  // x is also what y is held against
       const A* dy_f = dy + f * size.mels * kAll;
@@ -859,13 +854,19 @@ void finish(const Model<A>& model, const Sums<A>& sums, A* scratch) {
   const Sizes& size = model.sizes;
   const Tensors<A*>& into = sums.weights;
   const Index width = size.frames * size.slice;
-  if (into.encoder_weight != nullptr) {  // from the normalised x to the affine part's output
-    for (Index s = 0; s < size.slice; ++s) {
-      for (Index m = 0; m < size.mels; ++m) {
-        A& sum = into.encoder_weight[s * size.mels + m];
-        sum =
-            sum * model.weights.norm_weight[m] + into.encoder_bias[s] * model.weights.norm_bias[m];
-      }
+  for (Index s = 0; s < size.slice; ++s) {
+    const A* weight = model.weights.encoder_weight + s * size.mels;
+    if (into.norm_bias != nullptr) {
+      for (Index m = 0; m < size.mels; ++m) into.norm_bias[m] += weight[m] * into.encoder_bias[s];
+    }
+    if (into.encoder_weight == nullptr) continue;
+    A* sum = into.encoder_weight + s * size.mels;
+    if (into.norm_weight != nullptr) {
+      for (Index m = 0; m < size.mels; ++m) into.norm_weight[m] += weight[m] * sum[m];
+    }
+    for (Index m = 0; m < size.mels; ++m) {  // from the normalised x to the affine part's output
+      sum[m] = sum[m] * model.weights.norm_weight[m] +
+               into.encoder_bias[s] * model.weights.norm_bias[m];
     }
   }
   if (sums.folded_decoder != nullptr) {

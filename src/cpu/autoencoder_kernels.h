@@ -56,7 +56,8 @@ struct Outputs {
 template <typename A>
 struct Sums {
   /// encoder_weight is that of the normalised x; basis that of the normalised basis;
-  /// decoder_weight has only the rows that were not folded. `finish` makes gradients of them.
+  /// decoder_weight has only the rows that were not folded; norm_weight and norm_bias have nothing,
+  /// as they follow from the encoder's. `finish` makes gradients of them.
   Tensors<A*> weights;
   /// [F, M, L], of the folded decoder
   A* folded_decoder;
