@@ -807,23 +807,28 @@ Index scratch_elements(const Sizes& size, bool backward) {
 }
 
 template <typename A>
+A dot(const A* a, const A* b, Index count) {
+  using M = Memory<A>;
+  VectorOf<A> sums[2] = {};
+  Index i = 0;
+  for (; i + 2 * M::kLanes <= count; i += 2 * M::kLanes) {
+    for (int k = 0; k < 2; ++k) {
+      const Index place = i + k * M::kLanes;
+      sums[k] = multiply_add(M::load(a + place), M::load(b + place), sums[k]);
+    }
+  }
+  A sum = add_lanes<A>(sums[0] + sums[1]);
+  for (; i < count; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+template <typename A>
 bool fold(const Sizes& size, const Tensors<const A*>& weights, A* inverse_lengths,
           A* folded_decoder, A* scratch) {
-  using M = Memory<A>;
   const Index width = size.frames * size.slice;
   for (Index l = 0; l < size.latent; ++l) {
     const A* row = weights.basis + l * width;
-    VectorOf<A> sums[2] = {};
-    Index i = 0;
-    for (; i + 2 * M::kLanes <= width; i += 2 * M::kLanes) {
-      for (int k = 0; k < 2; ++k) {
-        const VectorOf<A> v = M::load(row + i + k * M::kLanes);
-        sums[k] = multiply_add(v, v, sums[k]);
-      }
-    }
-    A sum = add_lanes<A>(sums[0] + sums[1]);
-    for (; i < width; ++i) sum += row[i] * row[i];
-    const A length = square_root(broadcast<VectorOf<A>>(sum))[0];
+    const A length = square_root(broadcast<VectorOf<A>>(dot(row, row, width)))[0];
     inverse_lengths[l] = A(1) / (length < A(1e-12) ? A(1e-12) : length);
   }
   // The decoder transposed, then a row of the basis times it.
@@ -849,11 +854,11 @@ bool fold(const Sizes& size, const Tensors<const A*>& weights, A* inverse_length
   return nothing == A(0);
 }
 
+/// All gradients but the basis's.
 template <typename A>
 void finish(const Model<A>& model, const Sums<A>& sums, A* scratch) {
   const Sizes& size = model.sizes;
   const Tensors<A*>& into = sums.weights;
-  const Index width = size.frames * size.slice;
   for (Index s = 0; s < size.slice; ++s) {
     const A* weight = model.weights.encoder_weight + s * size.mels;
     if (into.norm_bias != nullptr) {
@@ -869,35 +874,38 @@ void finish(const Model<A>& model, const Sums<A>& sums, A* scratch) {
                into.encoder_bias[s] * model.weights.norm_bias[m];
     }
   }
-  if (sums.folded_decoder != nullptr) {
-    const Index frame = size.mels * size.latent;
-    for (Index i = 0; i < size.frames * frame; i += size.latent) {
+  if (sums.folded_decoder == nullptr || into.decoder_weight == nullptr) return;
+  const Index width = size.frames * size.slice, frame = size.mels * size.latent;
+  for (Index f = 0; f < size.frames; ++f) {
+    const A* folded = sums.folded_decoder + f * frame;
+    for (Index i = 0; i < frame; i += size.latent) {
       for (Index l = 0; l < size.latent; ++l) {
-        scratch[i + l] = sums.folded_decoder[i + l] * model.inverse_lengths[l];
+        scratch[i + l] = folded[i + l] * model.inverse_lengths[l];
       }
     }
-    for (Index f = 0; f < size.frames; ++f) {
-      if (into.decoder_weight != nullptr) {
-        outer(static_cast<const A*>(scratch) + f * frame, size.latent, Index(1), size.mels,
-              model.weights.basis + f * size.slice, width, size.slice, size.latent,
-              into.decoder_weight, size.slice);
-      }
-      if (into.basis != nullptr) {
-        outer(static_cast<const A*>(sums.folded_decoder) + f * frame, Index(1), size.latent,
-              size.latent, model.weights.decoder_weight, size.slice, size.slice, size.mels,
-              into.basis + f * size.slice, width);
-      }
-    }
+    outer(static_cast<const A*>(scratch), size.latent, Index(1), size.mels,
+          model.weights.basis + f * size.slice, width, size.slice, size.latent, into.decoder_weight,
+          size.slice);
   }
-  if (into.basis == nullptr) return;
+}
+
+template <typename A>
+void finish_basis(const Model<A>& model, const Sums<A>& sums) {
+  const Sizes& size = model.sizes;
+  const Index width = size.frames * size.slice, frame = size.mels * size.latent;
+  A* into = sums.weights.basis;
+  for (Index f = 0; sums.folded_decoder != nullptr && f < size.frames; ++f) {
+    outer(static_cast<const A*>(sums.folded_decoder) + f * frame, Index(1), size.latent,
+          size.latent, model.weights.decoder_weight, size.slice, size.slice, size.mels,
+          into + f * size.slice, width);
+  }
   for (Index l = 0; l < size.latent; ++l) {  // through the length of each row
     const A* row = model.weights.basis + l * width;
-    A* gradient = into.basis + l * width;
+    A* gradient = into + l * width;
     const A inverse = model.inverse_lengths[l];
     // A row shorter than 1e-12 is divided by that, whatever its length.
     const bool by_length = inverse < A(1) / A(1e-12);
-    A along = 0;
-    for (Index i = 0; by_length && i < width; ++i) along += gradient[i] * (row[i] * inverse);
+    const A along = by_length ? dot(static_cast<const A*>(gradient), row, width) * inverse : A(0);
     for (Index i = 0; i < width; ++i) {
       gradient[i] = (gradient[i] - row[i] * inverse * along) * inverse;
     }
@@ -933,7 +941,7 @@ void add_all(const A* from, Index count, A* to) {
 template <typename T, typename A = AccumulatorOf<T>>
 constexpr Kernels<T> all_of() {
   return {kRows<A, kVectors>, scratch_elements<A>, widen_all<T>, narrow_all<T>, add_all<A>, fold<A>,
-          forward<T>,         backward<T>,         finish<A>};
+          forward<T>,         backward<T>,         finish<A>,    finish_basis<A>};
 }
 
 }  // namespace

@@ -84,8 +84,10 @@ struct Kernels {
   void (*backward)(const Model<A>& model, const Strided<const T>& x,
                    const Outputs<const T, const A>& gradient, const A* projection,
                    const Strided<T>& dx, const Sums<A>& sums, Index begin, Index end, A* scratch);
-  /// From sums to gradients of the weights, in place. Scratch: F * M * L.
+  /// From sums to gradients of the weights, in place: of all but the basis, and of the basis. Each
+  /// leaves alone what the other takes. Scratch: M * L.
   void (*finish)(const Model<A>& model, const Sums<A>& sums, A* scratch);
+  void (*finish_basis)(const Model<A>& model, const Sums<A>& sums);
 };
 
 struct KernelSet {
