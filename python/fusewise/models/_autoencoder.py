@@ -38,7 +38,7 @@ def autoencoder(x, *weights, output="reconstruction"):
         apply = _Autoencoder.apply if torch.compiler.is_compiling() else _apply
         result = apply((output, tf32, forced, forced_backward), x, *weights)
     else:
-        result, _ = _forward(x, weights, output, tf32, False, forced)
+        (result,) = _forward(x, weights, output, tf32, False, forced)
     if settings.records is not None:
         _record(x, weights, output, tf32, wants_gradient)
     return result
@@ -82,7 +82,7 @@ class _Autoencoder(torch.autograd.Function):
         except RuntimeError as error:
             raise _ops.rephrased(error, gradient=gradient) from None
         for i in unneeded:
-            found[i] = None
+            found.insert(i, None)
         return None, *found
 
 
