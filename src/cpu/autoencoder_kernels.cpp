@@ -75,6 +75,19 @@ template <typename A, int kStep = 1>
   }
 }
 
+/// store(i, row i of the transposed square) from load(i). Unrolled, as `transpose` is inlined: a
+/// square that is indexed by a variable lives in memory, and that costs as much as the rest.
+template <typename A, typename Load, typename Store>
+[[gnu::always_inline]] inline void transpose_square(const Load& load, const Store& store) {
+  constexpr int kLanes = Memory<A>::kLanes;
+  VectorOf<A> tile[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) tile[i] = load(i);
+  transpose<A>(tile);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) store(i, tile[i]);
+}
+
 /// `width` elements, `step` apart.
 template <typename T>
 typename Memory<T>::V load_row(const T* from, Index step, Index width) {
@@ -101,14 +114,21 @@ void load_lanes(const Strided<const T>& from, Index row, Index count, Index fram
   const T* base = from.data + row * from.row + frame * from.frame;
   for (Index first = 0; first < kAll; first += kLanes) {
     for (Index f = 0; f < features; f += kLanes) {
-      const Index width = smaller(kLanes, features - f);
-      VectorOf<A> tile[kLanes];
-      for (Index i = 0; i < kLanes; ++i) {
-        const T* start = base + (first + i) * from.row + f * from.feature;
-        tile[i] = first + i < count ? load_row(start, from.feature, width) : VectorOf<A>{};
+      const Index width = smaller(kLanes, features - f), here = smaller(kLanes, count - first);
+      const T* start = base + first * from.row + f * from.feature;
+      A* to = out + f * kAll + first;
+      if (from.feature == 1 && width == kLanes && here == kLanes) {
+        transpose_square<A>(
+            [&](Index i) { return Memory<T>::load(start + i * from.row); },
+            [&](Index i, VectorOf<A> value) { Memory<A>::store(to + i * kAll, value); });
+        continue;
+      }
+      VectorOf<A> tile[kLanes] = {};
+      for (Index i = 0; i < here; ++i) {
+        tile[i] = load_row(start + i * from.row, from.feature, width);
       }
       transpose<A>(tile);
-      for (Index i = 0; i < width; ++i) Memory<A>::store(out + (f + i) * kAll + first, tile[i]);
+      for (Index i = 0; i < width; ++i) Memory<A>::store(to + i * kAll, tile[i]);
     }
   }
 }
@@ -121,12 +141,20 @@ void store_lanes(const A* in, Index features, const Strided<T>& to, Index row, I
   T* base = to.data + row * to.row + frame * to.frame;
   for (Index first = 0; first < count; first += kLanes) {
     for (Index f = 0; f < features; f += kLanes) {
-      const Index width = smaller(kLanes, features - f);
+      const Index width = smaller(kLanes, features - f), here = smaller(kLanes, count - first);
+      const A* from = in + f * kAll + first;
+      T* start = base + first * to.row + f * to.feature;
+      if (to.feature == 1 && width == kLanes && here == kLanes) {
+        transpose_square<A>(
+            [&](Index i) { return Memory<A>::load(from + i * kAll); },
+            [&](Index i, VectorOf<A> value) { Memory<T>::store(start + i * to.row, value); });
+        continue;
+      }
       VectorOf<A> tile[kLanes] = {};
-      for (Index i = 0; i < width; ++i) tile[i] = Memory<A>::load(in + (f + i) * kAll + first);
+      for (Index i = 0; i < width; ++i) tile[i] = Memory<A>::load(from + i * kAll);
       transpose<A>(tile);
-      for (Index i = 0; i < smaller(kLanes, count - first); ++i) {
-        store_row(base + (first + i) * to.row + f * to.feature, to.feature, width, tile[i]);
+      for (Index i = 0; i < here; ++i) {
+        store_row(start + i * to.row, to.feature, width, tile[i]);
       }
     }
   }
