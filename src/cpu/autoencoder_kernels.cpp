@@ -898,8 +898,8 @@ void finish(const Model<A>& model, const Sums<A>& sums, A* scratch) {
       for (Index m = 0; m < size.mels; ++m) into.norm_weight[m] += weight[m] * sum[m];
     }
     for (Index m = 0; m < size.mels; ++m) {  // from the normalised x to the affine part's output
-      sum[m] = sum[m] * model.weights.norm_weight[m] +
-               into.encoder_bias[s] * model.weights.norm_bias[m];
+      sum[m] =
+          sum[m] * model.weights.norm_weight[m] + into.encoder_bias[s] * model.weights.norm_bias[m];
     }
   }
   if (sums.folded_decoder == nullptr || into.decoder_weight == nullptr) return;
@@ -968,8 +968,9 @@ void add_all(const A* from, Index count, A* to) {
 
 template <typename T, typename A = AccumulatorOf<T>>
 constexpr Kernels<T> all_of() {
-  return {kRows<A, kVectors>, scratch_elements<A>, widen_all<T>, narrow_all<T>, add_all<A>, fold<A>,
-          forward<T>,         backward<T>,         finish<A>,    finish_basis<A>};
+  return {
+      kRows<A, kVectors>, scratch_elements<A>, widen_all<T>, narrow_all<T>,  add_all<A>, fold<A>,
+      forward<T>,         backward<T>,         finish<A>,    finish_basis<A>};
 }
 
 }  // namespace
