@@ -21,6 +21,8 @@ set(cpu_sources
 
 # The CPU kernels, the same source once for each instruction set; the choice is made at run time.
 # -ffp-contract=off: fused multiply-adds are written where they are meant, see multiply_add.
+# -mno-mmx: GCC 12 moves a double through an MMX register now and then, and without EMMS behind it the
+# next x87 instruction of anybody, the norms of numpy's OpenBLAS for one, gives NaN.
 set(isa_flags_portable "")
 set(isa_flags_avx2 -mavx2 -mfma -mf16c)
 set(isa_flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
@@ -32,7 +34,8 @@ foreach(isa portable avx2 avx512)
     src/cpu/linear_act_kernels.cpp
     src/cpu/squeeze_excite_kernels.cpp)
   target_compile_definitions(fusewise_${isa} PRIVATE FUSEWISE_ISA=${isa})
-  target_compile_options(fusewise_${isa} PRIVATE -O3 -ffp-contract=off ${isa_flags_${isa}})
+  target_compile_options(fusewise_${isa} PRIVATE -O3 -ffp-contract=off -mno-mmx
+    ${isa_flags_${isa}})
   target_include_directories(fusewise_${isa} PRIVATE include src)
   target_link_libraries(fusewise_${isa} PRIVATE fusewise_options)
   list(APPEND isa_objects $<TARGET_OBJECTS:fusewise_${isa}>)

@@ -5,8 +5,6 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <tuple>
-
 #include "call.h"
 #include "common/check.h"
 #include "text.h"
@@ -76,25 +74,27 @@ Call call_on(const Tensor& x, const Weights& weights, bool tf32, const Text& imp
   return call;
 }
 
-/// The projection is empty where nothing is to be saved.
-std::tuple<Tensor, Tensor> forward(const Tensor& x, const std::vector<Tensor>& weights,
-                                   const Text& output, bool tf32, bool save,
-                                   const Text& implementation) {
+/// The result, and behind it the projection where that is to be saved.
+std::vector<Tensor> forward(const Tensor& x, const std::vector<Tensor>& weights, const Text& output,
+                            bool tf32, bool save, const Text& implementation) {
   const CallContext context(x);
   const Weights dense_weights(weights);
   const Output which = output_from(output);
   auto call = call_on<AutoencoderForward>(x, dense_weights, tf32, implementation);
-  const Tensor result = new_output(which, x, call);
-  place_of(call, which) = view_of("result", result);
-  std::vector<std::int64_t> kept{0};
-  if (save) kept = {x.dim() > 0 ? x.size(0) : 0, latent_of(call.weights)};
-  const Tensor projection = new_dense(x, score_dtype(call.x.dtype), kept);
-  if (save) call.projection = view_of("projection", projection);
+  std::vector<Tensor> results;
+  results.reserve(2);
+  results.push_back(new_output(which, x, call));
+  place_of(call, which) = view_of("result", results.back());
+  if (save) {
+    const std::int64_t rows = x.dim() > 0 ? x.size(0) : 0;
+    results.push_back(new_dense(x, score_dtype(call.x.dtype), {rows, latent_of(call.weights)}));
+    call.projection = view_of("projection", results.back());
+  }
   autoencoder(context.get(), call);
-  return {result, projection};
+  return results;
 }
 
-/// `needed`: bit 0 stands for x, bit 1 + i for weight i. What is not wanted comes back empty.
+/// `needed`: bit 0 stands for x, bit 1 + i for weight i. The gradients of these, and no others.
 std::vector<Tensor> backward(const Tensor& gradient, const Tensor& x,
                              const std::vector<Tensor>& weights, const Tensor& projection,
                              const Text& output, bool tf32, std::int64_t needed,
@@ -110,19 +110,17 @@ std::vector<Tensor> backward(const Tensor& gradient, const Tensor& x,
 
   std::vector<Tensor> results;
   results.reserve(1 + kWeights);
-  const bool need_dx = (needed & 1) != 0;
-  results.push_back(need_dx ? new_like(x) : new_dense(x, call.x.dtype, {0}));
-  if (need_dx) call.dx = view_of("dx", results.back());
+  if ((needed & 1) != 0) {
+    results.push_back(new_like(x));
+    call.dx = view_of("dx", results.back());
+  }
   for (std::size_t i = 0; i < kWeights; ++i) {
-    const TensorView& weight = call.weights.*kAutoencoderWeights[i].weight;
-    const bool need = (needed >> (1 + i) & 1) != 0;
-    std::vector<std::int64_t> sizes{0};
-    if (need) sizes.assign(weight.sizes.begin(), weight.sizes.begin() + weight.rank);
-    results.push_back(new_dense(x, weight.dtype, sizes));
-    if (need) {
-      call.gradients.*kAutoencoderWeights[i].weight =
-          view_of(kAutoencoderWeights[i].name, results.back());
-    }
+    if ((needed >> (1 + i) & 1) == 0) continue;
+    const auto& [weight, name, state] = kAutoencoderWeights[i];
+    const TensorView& like = call.weights.*weight;
+    results.push_back(
+        new_dense(x, like.dtype, {like.sizes.begin(), like.sizes.begin() + like.rank}));
+    call.gradients.*weight = view_of(name, results.back());
   }
   autoencoder(context.get(), call);
   return results;

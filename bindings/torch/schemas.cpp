@@ -8,7 +8,7 @@ STABLE_TORCH_LIBRARY(fusewise, m) {
   m.def("_cuda_build_info() -> str");
   m.def(
       "_autoencoder(Tensor x, Tensor[] weights, str output, bool tf32, bool save, "
-      "str implementation) -> (Tensor result, Tensor projection)");
+      "str implementation) -> Tensor[]");
   m.def(
       "_autoencoder_backward(Tensor gradient, Tensor x, Tensor[] weights, Tensor projection, "
       "str output, bool tf32, int needed, str implementation) -> Tensor[]");

@@ -28,8 +28,9 @@ using autoencoder::Sums;
 using autoencoder::Tensors;
 
 // Chosen by measurement on two Zen 4 cores with 1 MB of L2 each.
-constexpr Index kGroupRows = 64;  // at least so many, or adding the sums costs too much
-constexpr Index kGroups = 32;     // at most
+constexpr Index kGroupRows = 64;   // at least so many, or adding the sums costs too much
+constexpr Index kGroups = 32;      // at most
+constexpr Index kFewestRows = 16;  // of a group, where there are only two
 
 /// Memory that a thread keeps from call to call, so that none is allocated but the result.
 template <typename A>
@@ -69,6 +70,7 @@ constexpr std::array kPointers = {
     &Tensors<Pointer>::decoder_bias,
 };
 constexpr std::size_t kWeights = std::size(kAutoencoderWeights);
+constexpr std::size_t kBasis = 4, kDecoder = 9;
 
 std::array<Index, kWeights> counts(const AutoencoderWeights& weights) {
   std::array<Index, kWeights> found{};
@@ -96,7 +98,7 @@ struct Folding {
     Model<A> model{};
     model.sizes = sizes_of(weights);
     read(kernels, weights, model);
-    const Index basis = counts(weights)[4], decoder = counts(weights)[9];
+    const Index basis = counts(weights)[kBasis], decoder = counts(weights)[kDecoder];
     const Index folded = model.sizes.frames * model.sizes.latent * model.sizes.mels;
     const bool fits = std::memcmp(&sizes, &model.sizes, sizeof(sizes)) == 0;
     A* seen_basis = memory.at_least(basis + 2 * decoder + folded + model.sizes.latent);
@@ -212,7 +214,7 @@ struct Backward {
   struct Layout {
     std::array<Index, kWeights> offset{}, count{};
     std::array<bool, kWeights> wanted{};
-    Index folded = 0, folded_count = 0;
+    Index folded = 0;
     bool folded_wanted = false;
     Index all = 0;
 
@@ -227,14 +229,15 @@ struct Backward {
         wanted[i] = (call.gradients.*kAutoencoderWeights[i].weight).defined();
       }
       const bool decodes = !call.dlatent.defined();
-      folded_wanted = decodes && (wanted[4] || wanted[9]);
+      folded_wanted = decodes && (wanted[kBasis] || wanted[kDecoder]);
       summed_ = wanted;
-      summed_[3] = wanted[3] || wanted[2];  // the encoder's weight needs that of its bias
+      // The norm needs the encoder's sums, and the encoder's weight that of its bias.
+      summed_[2] = wanted[2] || wanted[0];
+      summed_[3] = wanted[3] || wanted[1] || summed_[2];
       for (std::size_t i = 0; i < kWeights; ++i) {
         if (summed_[i]) offset[i] = take(count[i]);
       }
-      folded_count = sizes.frames * sizes.mels * sizes.latent;
-      if (folded_wanted) folded = take(folded_count);
+      if (folded_wanted) folded = take(sizes.frames * sizes.mels * sizes.latent);
     }
 
     Sums<A> at(A* memory) const {
@@ -253,8 +256,10 @@ struct Backward {
   static void run(const Context& context, const AutoencoderBackward& call,
                   const Kernels<T>& kernels, const Kernels<W>& weight_kernels) {
     const Index rows = call.x.sizes[0];
-    const Index per_group = std::max(
-        kGroupRows, ((rows + kGroups - 1) / kGroups + kGroupRows - 1) / kGroupRows * kGroupRows);
+    const auto in_steps = [](Index count, Index step) { return (count + step - 1) / step * step; };
+    const Index per_group = rows < 2 * kGroupRows
+                                ? std::max(kFewestRows, in_steps((rows + 1) / 2, kFewestRows))
+                                : in_steps((rows + kGroups - 1) / kGroups, kGroupRows);
     const Index groups = std::max<Index>(1, (rows + per_group - 1) / per_group);
     const Layout layout(call, sizes_of(call.weights));
     thread_local Kept<A> kept;
@@ -288,13 +293,27 @@ struct Backward {
 
     if (layout.all == 0) return;
     const Model<A> model = folding<A, kSet>().model(weight_kernels, call.weights);
-    thread_local Kept<A> scratch;
-    kernels.finish(model, layout.at(sums), scratch.at_least(layout.folded_count));
-    for (std::size_t i = 0; i < kWeights; ++i) {
-      if (!layout.wanted[i]) continue;
-      auto* to = static_cast<W*>((call.gradients.*kAutoencoderWeights[i].weight).data);
-      weight_kernels.narrow(sums + layout.offset[i], layout.count[i], to);
-    }
+    const Sums<A> added = layout.at(sums);
+    const auto finish = [&](Index begin, Index end) {
+      for (Index part = begin; part < end; ++part) {
+        const bool basis = part == 1;
+        if (!basis) {
+          thread_local Kept<A> scratch;
+          kernels.finish(model, added, scratch.at_least(model.sizes.mels * model.sizes.latent));
+        } else if (layout.wanted[kBasis]) {
+          kernels.finish_basis(model, added);
+        }
+        for (std::size_t i = 0; i < kWeights; ++i) {
+          if (!layout.wanted[i] || (i == kBasis) != basis) continue;
+          auto* to = static_cast<W*>((call.gradients.*kAutoencoderWeights[i].weight).data);
+          weight_kernels.narrow(sums + layout.offset[i], layout.count[i], to);
+        }
+      }
+    };
+    if (groups > 1)
+      parallel_for(context, 2, finish);
+    else
+      finish(0, 2);  // few rows, for which no other thread was woken so far
   }
 };
 

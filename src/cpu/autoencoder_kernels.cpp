@@ -75,6 +75,19 @@ template <typename A, int kStep = 1>
   }
 }
 
+/// store(i, row i of the transposed square) from load(i). Unrolled, as `transpose` is inlined: a
+/// square that is indexed by a variable lives in memory, and that costs as much as the rest.
+template <typename A, typename Load, typename Store>
+[[gnu::always_inline]] inline void transpose_square(const Load& load, const Store& store) {
+  constexpr int kLanes = Memory<A>::kLanes;
+  VectorOf<A> tile[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) tile[i] = load(i);
+  transpose<A>(tile);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) store(i, tile[i]);
+}
+
 /// `width` elements, `step` apart.
 template <typename T>
 typename Memory<T>::V load_row(const T* from, Index step, Index width) {
@@ -101,14 +114,21 @@ void load_lanes(const Strided<const T>& from, Index row, Index count, Index fram
   const T* base = from.data + row * from.row + frame * from.frame;
   for (Index first = 0; first < kAll; first += kLanes) {
     for (Index f = 0; f < features; f += kLanes) {
-      const Index width = smaller(kLanes, features - f);
-      VectorOf<A> tile[kLanes];
-      for (Index i = 0; i < kLanes; ++i) {
-        const T* start = base + (first + i) * from.row + f * from.feature;
-        tile[i] = first + i < count ? load_row(start, from.feature, width) : VectorOf<A>{};
+      const Index width = smaller(kLanes, features - f), here = smaller(kLanes, count - first);
+      const T* start = base + first * from.row + f * from.feature;
+      A* to = out + f * kAll + first;
+      if (from.feature == 1 && width == kLanes && here == kLanes) {
+        transpose_square<A>(
+            [&](Index i) { return Memory<T>::load(start + i * from.row); },
+            [&](Index i, VectorOf<A> value) { Memory<A>::store(to + i * kAll, value); });
+        continue;
+      }
+      VectorOf<A> tile[kLanes] = {};
+      for (Index i = 0; i < here; ++i) {
+        tile[i] = load_row(start + i * from.row, from.feature, width);
       }
       transpose<A>(tile);
-      for (Index i = 0; i < width; ++i) Memory<A>::store(out + (f + i) * kAll + first, tile[i]);
+      for (Index i = 0; i < width; ++i) Memory<A>::store(to + i * kAll, tile[i]);
     }
   }
 }
@@ -121,12 +141,20 @@ void store_lanes(const A* in, Index features, const Strided<T>& to, Index row, I
   T* base = to.data + row * to.row + frame * to.frame;
   for (Index first = 0; first < count; first += kLanes) {
     for (Index f = 0; f < features; f += kLanes) {
-      const Index width = smaller(kLanes, features - f);
+      const Index width = smaller(kLanes, features - f), here = smaller(kLanes, count - first);
+      const A* from = in + f * kAll + first;
+      T* start = base + first * to.row + f * to.feature;
+      if (to.feature == 1 && width == kLanes && here == kLanes) {
+        transpose_square<A>(
+            [&](Index i) { return Memory<A>::load(from + i * kAll); },
+            [&](Index i, VectorOf<A> value) { Memory<T>::store(start + i * to.row, value); });
+        continue;
+      }
       VectorOf<A> tile[kLanes] = {};
-      for (Index i = 0; i < width; ++i) tile[i] = Memory<A>::load(in + (f + i) * kAll + first);
+      for (Index i = 0; i < width; ++i) tile[i] = Memory<A>::load(from + i * kAll);
       transpose<A>(tile);
-      for (Index i = 0; i < smaller(kLanes, count - first); ++i) {
-        store_row(base + (first + i) * to.row + f * to.feature, to.feature, width, tile[i]);
+      for (Index i = 0; i < here; ++i) {
+        store_row(start + i * to.row, to.feature, width, tile[i]);
       }
     }
   }
@@ -722,10 +750,8 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
   add_rows<kVecs>(dmid, static_cast<const A*>(nullptr), size.latent, count, into.mid_norm_bias);
   normalise_gradient<kVecs>(dmid, w.mid_norm_weight, p.mid_normalised, size.latent, p.mid_scale);
 
-  const bool want_norm =
-      dx.data != nullptr || into.norm_weight != nullptr || into.norm_bias != nullptr;
   const bool want_encoder =
-      want_norm || into.encoder_weight != nullptr || into.encoder_bias != nullptr;
+      dx.data != nullptr || into.encoder_weight != nullptr || into.encoder_bias != nullptr;
   scale_features<kVecs>(dmid, model.inverse_lengths, size.latent, dz);
   const Index width = size.frames * size.slice;
   for (Index f = 0; f < size.frames; ++f) {
@@ -747,12 +773,9 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
       outer(p.hidden, kAll, Index(1), size.slice, rows, size.mels, size.mels, count,
             into.encoder_weight, size.mels);
     }
-    if (!want_norm) continue;
+    if (dx.data == nullptr) continue;
     multiply<kVecs>(Matrix<A>{w.encoder_weight, 1, size.mels}, size.mels, size.slice, p.hidden,
                     p.input);
-    add_rows<kVecs>(p.input, normalised, size.mels, count, into.norm_weight);
-    add_rows<kVecs>(p.input, static_cast<const A*>(nullptr), size.mels, count, into.norm_bias);
-    if (dx.data == nullptr) continue;
     normalise_gradient<kVecs>(p.input, w.norm_weight, normalised, size.mels, p.scales + f * kAll);
     if (gradient.score != nullptr) {  // x is also what y is held against
       const A* dy_f = dy + f * size.mels * kAll;
@@ -812,23 +835,28 @@ Index scratch_elements(const Sizes& size, bool backward) {
 }
 
 template <typename A>
+A dot(const A* a, const A* b, Index count) {
+  using M = Memory<A>;
+  VectorOf<A> sums[2] = {};
+  Index i = 0;
+  for (; i + 2 * M::kLanes <= count; i += 2 * M::kLanes) {
+    for (int k = 0; k < 2; ++k) {
+      const Index place = i + k * M::kLanes;
+      sums[k] = multiply_add(M::load(a + place), M::load(b + place), sums[k]);
+    }
+  }
+  A sum = add_lanes<A>(sums[0] + sums[1]);
+  for (; i < count; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+template <typename A>
 bool fold(const Sizes& size, const Tensors<const A*>& weights, A* inverse_lengths,
           A* folded_decoder, A* scratch) {
-  using M = Memory<A>;
   const Index width = size.frames * size.slice;
   for (Index l = 0; l < size.latent; ++l) {
     const A* row = weights.basis + l * width;
-    VectorOf<A> sums[2] = {};
-    Index i = 0;
-    for (; i + 2 * M::kLanes <= width; i += 2 * M::kLanes) {
-      for (int k = 0; k < 2; ++k) {
-        const VectorOf<A> v = M::load(row + i + k * M::kLanes);
-        sums[k] = multiply_add(v, v, sums[k]);
-      }
-    }
-    A sum = add_lanes<A>(sums[0] + sums[1]);
-    for (; i < width; ++i) sum += row[i] * row[i];
-    const A length = square_root(broadcast<VectorOf<A>>(sum))[0];
+    const A length = square_root(broadcast<VectorOf<A>>(dot(row, row, width)))[0];
     inverse_lengths[l] = A(1) / (length < A(1e-12) ? A(1e-12) : length);
   }
   // The decoder transposed, then a row of the basis times it.
@@ -854,49 +882,58 @@ bool fold(const Sizes& size, const Tensors<const A*>& weights, A* inverse_length
   return nothing == A(0);
 }
 
+/// All gradients but the basis's.
 template <typename A>
 void finish(const Model<A>& model, const Sums<A>& sums, A* scratch) {
   const Sizes& size = model.sizes;
   const Tensors<A*>& into = sums.weights;
-  const Index width = size.frames * size.slice;
-  if (into.encoder_weight != nullptr) {  // from the normalised x to the affine part's output
-    for (Index s = 0; s < size.slice; ++s) {
-      for (Index m = 0; m < size.mels; ++m) {
-        A& sum = into.encoder_weight[s * size.mels + m];
-        sum =
-            sum * model.weights.norm_weight[m] + into.encoder_bias[s] * model.weights.norm_bias[m];
-      }
+  for (Index s = 0; s < size.slice; ++s) {
+    const A* weight = model.weights.encoder_weight + s * size.mels;
+    if (into.norm_bias != nullptr) {
+      for (Index m = 0; m < size.mels; ++m) into.norm_bias[m] += weight[m] * into.encoder_bias[s];
+    }
+    if (into.encoder_weight == nullptr) continue;
+    A* sum = into.encoder_weight + s * size.mels;
+    if (into.norm_weight != nullptr) {
+      for (Index m = 0; m < size.mels; ++m) into.norm_weight[m] += weight[m] * sum[m];
+    }
+    for (Index m = 0; m < size.mels; ++m) {  // from the normalised x to the affine part's output
+      sum[m] =
+          sum[m] * model.weights.norm_weight[m] + into.encoder_bias[s] * model.weights.norm_bias[m];
     }
   }
-  if (sums.folded_decoder != nullptr) {
-    const Index frame = size.mels * size.latent;
-    for (Index i = 0; i < size.frames * frame; i += size.latent) {
+  if (sums.folded_decoder == nullptr || into.decoder_weight == nullptr) return;
+  const Index width = size.frames * size.slice, frame = size.mels * size.latent;
+  for (Index f = 0; f < size.frames; ++f) {
+    const A* folded = sums.folded_decoder + f * frame;
+    for (Index i = 0; i < frame; i += size.latent) {
       for (Index l = 0; l < size.latent; ++l) {
-        scratch[i + l] = sums.folded_decoder[i + l] * model.inverse_lengths[l];
+        scratch[i + l] = folded[i + l] * model.inverse_lengths[l];
       }
     }
-    for (Index f = 0; f < size.frames; ++f) {
-      if (into.decoder_weight != nullptr) {
-        outer(static_cast<const A*>(scratch) + f * frame, size.latent, Index(1), size.mels,
-              model.weights.basis + f * size.slice, width, size.slice, size.latent,
-              into.decoder_weight, size.slice);
-      }
-      if (into.basis != nullptr) {
-        outer(static_cast<const A*>(sums.folded_decoder) + f * frame, Index(1), size.latent,
-              size.latent, model.weights.decoder_weight, size.slice, size.slice, size.mels,
-              into.basis + f * size.slice, width);
-      }
-    }
+    outer(static_cast<const A*>(scratch), size.latent, Index(1), size.mels,
+          model.weights.basis + f * size.slice, width, size.slice, size.latent, into.decoder_weight,
+          size.slice);
   }
-  if (into.basis == nullptr) return;
+}
+
+template <typename A>
+void finish_basis(const Model<A>& model, const Sums<A>& sums) {
+  const Sizes& size = model.sizes;
+  const Index width = size.frames * size.slice, frame = size.mels * size.latent;
+  A* into = sums.weights.basis;
+  for (Index f = 0; sums.folded_decoder != nullptr && f < size.frames; ++f) {
+    outer(static_cast<const A*>(sums.folded_decoder) + f * frame, Index(1), size.latent,
+          size.latent, model.weights.decoder_weight, size.slice, size.slice, size.mels,
+          into + f * size.slice, width);
+  }
   for (Index l = 0; l < size.latent; ++l) {  // through the length of each row
     const A* row = model.weights.basis + l * width;
-    A* gradient = into.basis + l * width;
+    A* gradient = into + l * width;
     const A inverse = model.inverse_lengths[l];
     // A row shorter than 1e-12 is divided by that, whatever its length.
     const bool by_length = inverse < A(1) / A(1e-12);
-    A along = 0;
-    for (Index i = 0; by_length && i < width; ++i) along += gradient[i] * (row[i] * inverse);
+    const A along = by_length ? dot(static_cast<const A*>(gradient), row, width) * inverse : A(0);
     for (Index i = 0; i < width; ++i) {
       gradient[i] = (gradient[i] - row[i] * inverse * along) * inverse;
     }
@@ -931,8 +968,9 @@ void add_all(const A* from, Index count, A* to) {
 
 template <typename T, typename A = AccumulatorOf<T>>
 constexpr Kernels<T> all_of() {
-  return {kRows<A, kVectors>, scratch_elements<A>, widen_all<T>, narrow_all<T>, add_all<A>, fold<A>,
-          forward<T>,         backward<T>,         finish<A>};
+  return {
+      kRows<A, kVectors>, scratch_elements<A>, widen_all<T>, narrow_all<T>,  add_all<A>, fold<A>,
+      forward<T>,         backward<T>,         finish<A>,    finish_basis<A>};
 }
 
 }  // namespace

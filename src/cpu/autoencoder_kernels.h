@@ -56,7 +56,8 @@ struct Outputs {
 template <typename A>
 struct Sums {
   /// encoder_weight is that of the normalised x; basis that of the normalised basis;
-  /// decoder_weight has only the rows that were not folded. `finish` makes gradients of them.
+  /// decoder_weight has only the rows that were not folded; norm_weight and norm_bias have nothing,
+  /// as they follow from the encoder's. `finish` makes gradients of them.
   Tensors<A*> weights;
   /// [F, M, L], of the folded decoder
   A* folded_decoder;
@@ -83,8 +84,10 @@ struct Kernels {
   void (*backward)(const Model<A>& model, const Strided<const T>& x,
                    const Outputs<const T, const A>& gradient, const A* projection,
                    const Strided<T>& dx, const Sums<A>& sums, Index begin, Index end, A* scratch);
-  /// From sums to gradients of the weights, in place. Scratch: F * M * L.
+  /// From sums to gradients of the weights, in place: of all but the basis, and of the basis. Each
+  /// leaves alone what the other takes. Scratch: M * L.
   void (*finish)(const Model<A>& model, const Sums<A>& sums, A* scratch);
+  void (*finish_basis)(const Model<A>& model, const Sums<A>& sums);
 };
 
 struct KernelSet {

@@ -231,7 +231,7 @@ def test_only_the_wanted_gradients_are_computed(device, output):
                 torch.testing.assert_close(tensor.grad, full[f"d{name}"])
         if wanted:
             results = calls.seen[1][2]
-            assert [t.numel() > 0 for t in results] == [name in wanted for name in NAMES]
+            assert len(results) == len(wanted)
 
 
 def test_what_is_kept_for_backward(device):

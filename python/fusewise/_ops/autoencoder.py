@@ -102,16 +102,12 @@ def _(x, weights, output, tf32, save, implementation):
         "latent": lambda: x.new_empty(rows, latent),
         "score": lambda: x.new_empty(rows, dtype=wide),
     }[output]()
-    return result, x.new_empty((rows, latent) if save else 0, dtype=wide)
+    return [result, x.new_empty(rows, latent, dtype=wide)] if save else [result]
 
 
 @torch.library.register_fake("fusewise::_autoencoder_backward")
 def _(gradient, x, weights, projection, output, tf32, needed, implementation):
     check_autoencoder(x, weights, output)
-    return [
-        torch.empty_like(x) if needed & 1 else x.new_empty(0),
-        *(
-            weight.new_empty(weight.shape if needed >> 1 + i & 1 else 0)
-            for i, weight in enumerate(weights)
-        ),
-    ]
+    wanted = [weight for i, weight in enumerate(weights) if needed >> 1 + i & 1]
+    gradients = [weight.new_empty(weight.shape) for weight in wanted]
+    return [torch.empty_like(x), *gradients] if needed & 1 else gradients

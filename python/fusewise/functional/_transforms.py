@@ -20,6 +20,13 @@ def refuse_forced(name: str) -> None:
         )
 
 
+def direct_apply(function: type[torch.autograd.Function]):
+    """`function.apply` for arguments that `needs_formula` let through: what it adds to this, in
+    Python, is for torch.func, and takes as long as the rest. `torch.compile` knows only the other.
+    """
+    return super(torch.autograd.Function, function).apply
+
+
 def needs_graph(gradient: torch.Tensor | None = None) -> bool:
     """Whether a backward is to be differentiated again; or, for operators with lists of tensors, to
     run for a batch of gradients, which torch itself takes apart for all others.

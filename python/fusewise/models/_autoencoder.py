@@ -8,6 +8,7 @@ from .._explain import record
 from .._settings import settings
 from ..functional._products import autocast_dtype, product_math, without_autocast
 from ..functional._transforms import (
+    direct_apply,
     formula_gradients,
     needs_formula,
     needs_graph,
@@ -21,7 +22,7 @@ def autoencoder(x, *weights, output="reconstruction"):
     `output` is "reconstruction" (x's shape), "latent" `[N, L]` or "score" `[N]`.
     """
     try:
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        if torch._C._is_any_autocast_enabled():
             x, weights = _autocast(x, weights)
         wants_gradient = torch.is_grad_enabled() and (
             x.requires_grad or any(weight.requires_grad for weight in weights)
@@ -34,9 +35,10 @@ def autoencoder(x, *weights, output="reconstruction"):
         return formula(x, weights, output)
     forced, forced_backward = settings.autoencoder, settings.autoencoder_backward
     if wants_gradient:
-        result = _Autoencoder.apply(output, tf32, forced, forced_backward, x, *weights)
+        apply = _Autoencoder.apply if torch.compiler.is_compiling() else _apply
+        result = apply((output, tf32, forced, forced_backward), x, *weights)
     else:
-        result, _ = _forward(x, weights, output, tf32, False, forced)
+        (result,) = _forward(x, weights, output, tf32, False, forced)
     if settings.records is not None:
         _record(x, weights, output, tf32, wants_gradient)
     return result
@@ -54,31 +56,37 @@ def _autocast(x, weights):
 
 class _Autoencoder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, output, tf32, forced, forced_backward, x, *weights):
+    def forward(ctx, options, x, *weights):
+        output, tf32, forced, _ = options
         result, projection = _forward(x, weights, output, tf32, True, forced)
         ctx.save_for_backward(x, projection, *weights)
-        ctx.settings = output, tf32, forced_backward
+        ctx.options = options
         return result
 
     @staticmethod
     def backward(ctx, gradient):
         x, projection, *weights = ctx.saved_tensors
-        output, tf32, forced = ctx.settings
-        needed = ctx.needs_input_grad[4:]
+        output, tf32, _, forced = ctx.options
+        needed = ctx.needs_input_grad[1:]
         if needs_graph(gradient):
             found = formula_gradients(
                 lambda x, *weights: formula(x, weights, output), (x, *weights), needed, gradient
             )
-            return None, None, None, None, *found
-        mask = sum(need << i for i, need in enumerate(needed))
+            return None, *found
+        unneeded = [i for i, need in enumerate(needed) if not need]
+        mask = (1 << len(needed)) - 1 - sum(1 << i for i in unneeded)
         try:
             found = _ops.autoencoder_backward(
                 gradient, x, weights, projection, output, tf32, mask, forced
             )
         except RuntimeError as error:
             raise _ops.rephrased(error, gradient=gradient) from None
-        wanted = (value if need else None for value, need in zip(found, needed, strict=True))
-        return None, None, None, None, *wanted
+        for i in unneeded:
+            found.insert(i, None)
+        return None, *found
+
+
+_apply = direct_apply(_Autoencoder)
 
 
 def _forward(x, weights, output, tf32, save, forced):

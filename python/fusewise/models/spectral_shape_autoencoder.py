@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn._checks import floating, whole
-from ..nn._parts import parameter
+from ..nn._parts import parameter, weight_and_bias
 from ._autoencoder import autoencoder
 
 
@@ -94,7 +94,7 @@ class SpectralShapeAutoencoder(nn.Module):
         parts = self._modules
         for name in ("slice_encoder", "bottleneck_mlp", "slice_decoder"):
             for part in parts[name]._modules.values():
-                weights += parameter(part, "weight"), parameter(part, "bias")
+                weights += weight_and_bias(part)
         weights.insert(4, parameter(self, "global_basis"))
         return autoencoder(x, *weights, output=output)
 

@@ -14,6 +14,13 @@ def parameter(part: nn.Module, name: str) -> Tensor | None:
     return getattr(part, name)
 
 
+def weight_and_bias(part: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    own = part._parameters
+    if "weight" in own and "bias" in own:
+        return own["weight"], own["bias"]
+    return parameter(part, "weight"), parameter(part, "bias")
+
+
 def computes_as(part: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling the part would do what its kind does; a wrapper in its place would not."""
     return type(part).forward is kind.forward

@@ -16,7 +16,7 @@ from ._checks import (
     unhooked,
     whole,
 )
-from ._parts import computes_as, parameter
+from ._parts import computes_as, weight_and_bias
 
 
 class MLP(torch.nn.Module):
@@ -92,8 +92,9 @@ class MLP(torch.nn.Module):
                     f"layers[{i}]: expected a torch.nn.Linear, got {type(layer).__name__}; its "
                     "forward would not be called"
                 )
-            weights.append(parameter(layer, "weight"))
-            biases.append(parameter(layer, "bias"))
+            weight, bias = weight_and_bias(layer)
+            weights.append(weight)
+            biases.append(bias)
         if all(bias is None for bias in biases):
             biases = None
         try:
