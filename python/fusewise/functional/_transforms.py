@@ -21,10 +21,14 @@ def refuse_forced(name: str) -> None:
 
 
 def direct_apply(function: type[torch.autograd.Function]):
-    """`function.apply` for arguments that `needs_formula` let through: what it adds to this, in
-    Python, is for torch.func, and takes as long as the rest. `torch.compile` knows only the other.
-    """
-    return super(torch.autograd.Function, function).apply
+    """`function.apply` for arguments that `needs_formula` let through: what it adds, in Python, is
+    for torch.func, and takes as long as the rest. `torch.compile` knows only that one."""
+    direct = super(torch.autograd.Function, function).apply
+
+    def apply(*arguments):
+        return (function.apply if torch.compiler.is_compiling() else direct)(*arguments)
+
+    return apply
 
 
 def needs_graph(gradient: torch.Tensor | None = None) -> bool:

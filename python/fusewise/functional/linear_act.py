@@ -8,7 +8,13 @@ from .. import _ops
 from .._explain import record
 from .._settings import settings
 from ._products import cast_inputs, product_math, without_autocast
-from ._transforms import formula_gradients, needs_formula, needs_graph, refuse_forced
+from ._transforms import (
+    direct_apply,
+    formula_gradients,
+    needs_formula,
+    needs_graph,
+    refuse_forced,
+)
 
 
 def linear_act(x: Tensor, w: Tensor, b: Tensor | None = None, activation: str = "relu") -> Tensor:
@@ -40,7 +46,7 @@ def linear_act(x: Tensor, w: Tensor, b: Tensor | None = None, activation: str = 
         raise _ops.wrong_linear_type(x, w, b, activation) or error from None
     forced, forced_backward = settings.linear_act, settings.linear_act_backward
     if wants_gradient:
-        y = _LinearAct.apply(x, w, b, activation, math, forced, forced_backward)
+        y = _apply(x, w, b, activation, math, forced, forced_backward)
     else:
         y, _ = _forward(x, w, b, activation, False, math, forced)
     if settings.records is not None:
@@ -95,6 +101,9 @@ class _LinearAct(torch.autograd.Function):
             db if need_db else None,
             *_NO_GRADIENT,
         )
+
+
+_apply = direct_apply(_LinearAct)
 
 
 def _forward(x, w, b, activation, save, math, forced):

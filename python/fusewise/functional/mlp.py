@@ -8,7 +8,13 @@ from torch import Tensor
 from .. import _ops
 from .._settings import settings
 from ._products import cast_inputs, product_math, without_autocast
-from ._transforms import formula_gradients, needs_formula, needs_graph, refuse_forced
+from ._transforms import (
+    direct_apply,
+    formula_gradients,
+    needs_formula,
+    needs_graph,
+    refuse_forced,
+)
 from .linear_act import formula as layer_formula
 from .linear_act import record_linear_act
 
@@ -52,7 +58,7 @@ def mlp(
     forced = settings.linear_act
     kinds = (activation, final_activation)
     if wants_gradient:
-        y = _Mlp.apply(x, layers, kinds, math, forced, settings.linear_act_backward, *parameters)
+        y = _apply(x, layers, kinds, math, forced, settings.linear_act_backward, *parameters)
     else:
         y, _ = _forward(x, parameters, layers, kinds, False, math, forced)
     if settings.records is not None:
@@ -97,6 +103,9 @@ class _Mlp(torch.autograd.Function):
             gradient if need else None for gradient, need in zip(found, needs, strict=False)
         )
         return dx if need_dx else None, None, None, None, None, None, *gradients
+
+
+_apply = direct_apply(_Mlp)
 
 
 def _lists(x, weights, biases):

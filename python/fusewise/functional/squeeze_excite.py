@@ -7,7 +7,13 @@ from torch import Tensor
 from .. import _ops
 from .._explain import record
 from .._settings import settings
-from ._transforms import formula_gradients, needs_formula, needs_graph, refuse_forced
+from ._transforms import (
+    direct_apply,
+    formula_gradients,
+    needs_formula,
+    needs_graph,
+    refuse_forced,
+)
 
 
 def squeeze_excite(
@@ -48,7 +54,7 @@ def squeeze_excite(
         raise _ops.wrong_type(x, w1, b1, w2, b2, activation, gate) or error from None
     forced, forced_backward = settings.squeeze_excite, settings.squeeze_excite_backward
     if wants_gradient:
-        y = _SqueezeExcite.apply(x, w1, b1, w2, b2, activation, gate, forced, forced_backward)
+        y = _apply(x, w1, b1, w2, b2, activation, gate, forced, forced_backward)
     else:
         y, _ = _forward(x, w1, b1, w2, b2, activation, gate, False, forced)
     if settings.records is not None:
@@ -94,6 +100,9 @@ class _SqueezeExcite(torch.autograd.Function):
             db2 if need_db2 else None,
             *_NO_GRADIENT,
         )
+
+
+_apply = direct_apply(_SqueezeExcite)
 
 
 def _forward(x, w1, b1, w2, b2, activation, gate, save, forced):

@@ -35,8 +35,7 @@ def autoencoder(x, *weights, output="reconstruction"):
         return formula(x, weights, output)
     forced, forced_backward = settings.autoencoder, settings.autoencoder_backward
     if wants_gradient:
-        apply = _Autoencoder.apply if torch.compiler.is_compiling() else _apply
-        result = apply((output, tf32, forced, forced_backward), x, *weights)
+        result = _apply((output, tf32, forced, forced_backward), x, *weights)
     else:
         (result,) = _forward(x, weights, output, tf32, False, forced)
     if settings.records is not None:
