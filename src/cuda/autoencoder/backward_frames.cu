@@ -560,6 +560,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     }
   }
   wait_for_copies();
+  __syncwarp();  // the last rows of `raw` are read
 
   float* sums = a.sums + static_cast<long long>(blockIdx.x) * kSums.floats;
   const int g = lane / 4, t = lane % 4;
@@ -580,7 +581,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
           q[0] = v0, q[kSlices] = v1;
         }
       }
-      // In a row that nobody else may still be reading.
+      // In a row that no other warp may still be reading.
       if (has_decode && t == 0) s.raw[f][4 * part][column] = total;
     }
     if (has_mid ? a.wanted.mid : a.wanted.encode) {
