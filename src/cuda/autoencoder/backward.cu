@@ -1,7 +1,7 @@
-// All gradients of the autoencoder: forward recomputed, then back through it, 16 rows a warp, with
-// the sums over rows made from a tile in shared memory. x crosses memory once, and comes once
-// more from L2 for the score and where no projection was kept; the incoming gradient and dx once.
-// Bound by the tensor cores, in float32 and TF32.
+// All gradients of the autoencoder, but where backward_frames.cu takes the default model: forward
+// recomputed, then back through it, 16 rows a warp, with the sums over rows made from a tile in
+// shared memory. x crosses memory once, and comes once more from L2 for the score and where no
+// projection was kept; the incoming gradient and dx once. Bound by latencies.
 
 #include "cuda/autoencoder/backward.cuh"
 

@@ -612,10 +612,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   frame_part<P, kScores>(a, *reinterpret_cast<Shared<P>*>(memory), warp_index());
 }
 
-bool aligned(const void* address, std::int64_t stride, std::int64_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(address) % 16 == 0 && stride * bytes % 16 == 0;
-}
-
 std::int64_t shared_bytes(const AutoencoderBackwardArguments& call) {
   return call.dtype == DType::f32 ? sizeof(Shared<Tf32Products>)
                                   : sizeof(Shared<HalfProducts<__half>>);
@@ -627,12 +623,15 @@ std::int64_t shared_bytes(const AutoencoderBackwardArguments& call) {
 using namespace autoencoder;
 
 bool autoencoder_frames_fit(const Context& context, const AutoencoderBackwardArguments& call) {
-  const std::int64_t bytes = size_of(call.dtype);
+  const std::int64_t bytes = size_of(call.dtype), width = kFrames * kMels;
+  const auto aligned = [](const void* address, std::int64_t stride, std::int64_t bytes) {
+    return rows_aligned(address, stride, bytes, 16);
+  };
   return call.dtype != DType::f64 && has_default_shape(call.sizes) &&
          call.sizes.frames == kFrames && (call.d_out == nullptr || call.d_score == nullptr) &&
-         aligned(call.x, call.x_stride, bytes) && aligned(call.d_out, 0, bytes) &&
-         aligned(call.dx, 0, bytes) && aligned(call.d_z, 0, bytes) &&
-         aligned(call.projection, 0, 4) &&
+         aligned(call.x, call.x_stride, bytes) && aligned(call.d_out, width, bytes) &&
+         aligned(call.dx, width, bytes) && aligned(call.d_z, kLatents, bytes) &&
+         aligned(call.projection, kLatents, 4) &&
          shared_bytes(call) <= limits_of(context.device).block_shared_memory;
 }
 

@@ -49,6 +49,24 @@ __device__ __forceinline__ void mma_tf32(float& c0, float& c1, float& c2, float&
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/// The same for 16 halves at a time, in pairs.
+__device__ __forceinline__ void mma_halves(__half, float& c0, float& c1, float& c2, float& c3,
+                                           unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                           unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_halves(__nv_bfloat16, float& c0, float& c1, float& c2,
+                                           float& c3, unsigned a0, unsigned a1, unsigned a2,
+                                           unsigned a3, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 /// The tensor cores drop the bits of a float32 below TF32's. Adding half of the last kept bit first
 /// rounds to nearest; NaN's bits must not go over into the sign.
 constexpr unsigned kTf32Half = 0x1000u;
@@ -197,19 +215,8 @@ struct HalfProducts {
   static __device__ __forceinline__ void term(int, Block& c, int half_block, const Left& a,
                                               const Right& w) {
     const int n = 2 * half_block;
-    if constexpr (std::is_same_v<T, __half>) {
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-          "{%8, %9}, {%0, %1, %2, %3};"
-          : "+f"(c.v[0][n]), "+f"(c.v[0][n + 1]), "+f"(c.v[1][n]), "+f"(c.v[1][n + 1])
-          : "r"(a.pair[0][0]), "r"(a.pair[1][0]), "r"(a.pair[0][1]), "r"(a.pair[1][1]), "r"(w.x),
-            "r"(w.y));
-    } else {
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-          "{%8, %9}, {%0, %1, %2, %3};"
-          : "+f"(c.v[0][n]), "+f"(c.v[0][n + 1]), "+f"(c.v[1][n]), "+f"(c.v[1][n + 1])
-          : "r"(a.pair[0][0]), "r"(a.pair[1][0]), "r"(a.pair[0][1]), "r"(a.pair[1][1]), "r"(w.x),
-            "r"(w.y));
-    }
+    mma_halves(T{}, c.v[0][n], c.v[0][n + 1], c.v[1][n], c.v[1][n + 1], a.pair[0][0], a.pair[1][0],
+               a.pair[0][1], a.pair[1][1], w.x, w.y);
   }
 };
 

@@ -341,14 +341,14 @@ using namespace autoencoder;
 
 bool autoencoder_takes_many_rows(const Context& context, const AutoencoderForwardArguments& call) {
   const std::int64_t bytes = size_of(call.dtype);
-  const auto aligned = [](const void* address, std::int64_t stride_bytes) {
-    return reinterpret_cast<std::uintptr_t>(address) % 16 == 0 && stride_bytes % 16 == 0;
+  const auto aligned = [](const void* address, std::int64_t stride, std::int64_t bytes) {
+    return rows_aligned(address, stride, bytes, 16);
   };
   const std::int64_t packed =
       packed_bytes(autoencoder_many_rows_layout(call), packed_kind(call.dtype, call.tf32));
-  return has_default_shape(call.sizes) && aligned(call.x, call.x_stride * bytes) &&
-         aligned(call.out, kFrameWidth * bytes) && aligned(call.z, call.sizes.latent * bytes) &&
-         aligned(call.projection, call.sizes.latent * 4) &&
+  return has_default_shape(call.sizes) && aligned(call.x, call.x_stride, bytes) &&
+         aligned(call.out, kFrameWidth, bytes) && aligned(call.z, call.sizes.latent, bytes) &&
+         aligned(call.projection, call.sizes.latent, 4) &&
          packed <= limits_of(context.device).block_shared_memory;
 }
 

@@ -14,19 +14,10 @@ __device__ __forceinline__ void multiply_tile(float, float (&c)[4], const unsign
                                               unsigned b0, unsigned b1) {
   mma_tf32(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1);
 }
-__device__ __forceinline__ void multiply_tile(__half, float (&c)[4], const unsigned (&a)[4],
-                                              unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void multiply_tile(__nv_bfloat16, float (&c)[4], const unsigned (&a)[4],
-                                              unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+template <typename T>
+__device__ __forceinline__ void multiply_tile(T, float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                              unsigned b1) {
+  mma_halves(T{}, c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1);
 }
 
 /// The first of the two columns that a lane has of a tile. Halves: neighbouring columns make up a
@@ -128,6 +119,7 @@ struct ColumnSums {
   }
 };
 
+// As numbers: a conversion would be made at run time.
 __device__ __forceinline__ unsigned pair_of_ones(__half) { return 0x3c003c00u; }
 __device__ __forceinline__ unsigned pair_of_ones(__nv_bfloat16) { return 0x3f803f80u; }
 

@@ -288,9 +288,13 @@ inline std::string shape_declines(const AutoencoderSizes& s) {
 }
 
 /// Whether rows of a tensor that begin at `address`, `stride` elements of `bytes` apart, can be
-/// read in vectors of four.
+/// read in vectors of so many bytes, or of four elements.
+inline bool rows_aligned(const void* address, std::int64_t stride, std::int64_t bytes,
+                         std::int64_t vector) {
+  return reinterpret_cast<std::uintptr_t>(address) % vector == 0 && stride * bytes % vector == 0;
+}
 inline bool rows_aligned(const void* address, std::int64_t stride, std::int64_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(address) % (4 * bytes) == 0 && stride % 4 == 0;
+  return rows_aligned(address, stride, bytes, 4 * bytes);
 }
 
 inline bool has_default_shape(const AutoencoderSizes& s) {
