@@ -9,6 +9,7 @@
 
 #include "common/scratch.h"
 #include "cuda/autoencoder/backward_frames.cuh"
+#include "cuda/autoencoder/estimates.h"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/rows.cuh"
 #include "cuda/copy_async.cuh"
@@ -730,6 +731,11 @@ std::string autoencoder_fused_declines(const Context& context,
   if (basis_shared_bytes(call.sizes) > most) return "a basis vector does not fit in shared memory";
   if (shared_bytes(call, {1, false, false}) > most) return "16 rows do not fit in shared memory";
   return {};
+}
+
+bool autoencoder_products_are_faster(const Context& context,
+                                     const AutoencoderBackwardArguments& call) {
+  return !autoencoder_frames_fit(context, call) && products_are_faster(call, is_default(call));
 }
 
 void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call) {

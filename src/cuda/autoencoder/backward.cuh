@@ -15,6 +15,10 @@ struct AutoencoderBackwardPlan {
 /// two small ones behind it finish the parameters' gradients.
 std::string autoencoder_fused_declines(const Context& context,
                                        const AutoencoderBackwardArguments& call);
+/// Whether general.cuh is: where the sizes are not those of the default model, which has kernels of
+/// its own, and large.
+bool autoencoder_products_are_faster(const Context& context,
+                                     const AutoencoderBackwardArguments& call);
 void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call);
 void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call,
                            AutoencoderBackwardPlan plan);

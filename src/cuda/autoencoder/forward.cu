@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "common/scratch.h"
+#include "cuda/autoencoder/estimates.h"
 #include "cuda/autoencoder/few_rows.cuh"
 #include "cuda/autoencoder/many_rows.cuh"
 #include "cuda/autoencoder/rows.cuh"
@@ -412,6 +413,12 @@ std::string autoencoder_fused_declines(const Context& context,
     return "a basis vector does not fit in shared memory";
   }
   return {};
+}
+
+bool autoencoder_products_are_faster(const Context& context,
+                                     const AutoencoderForwardArguments& call) {
+  return !autoencoder_takes_few_rows(context, call) &&
+         !autoencoder_takes_many_rows(context, call) && products_are_faster(call);
 }
 
 void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call) {

@@ -14,6 +14,10 @@ struct AutoencoderForwardPlan {
 /// default model alone, by few_rows.cuh.
 std::string autoencoder_fused_declines(const Context& context,
                                        const AutoencoderForwardArguments& call);
+/// Whether general.cuh is: where the sizes are not those of the default model, which has kernels of
+/// its own, and large.
+bool autoencoder_products_are_faster(const Context& context,
+                                     const AutoencoderForwardArguments& call);
 void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call);
 void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call,
                            AutoencoderForwardPlan plan);

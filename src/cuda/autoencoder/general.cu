@@ -1,107 +1,38 @@
-// The autoencoder and its gradients step by step as the formula says, for any sizes and types: some
-// rows at a time, every intermediate result in scratch memory, in float32 (float64 for float64).
-// Each step reads and writes its operands once; bound by L2 and the plain products.
+// The autoencoder and its gradients for any sizes and types: the vendor's products, some rows at a
+// time, with every intermediate result in scratch memory, in float32 (float64 for float64). What is
+// folded into the weights, and which sums the gradients follow from, is as in the fused kernels.
+// Bound by the products where matrices are large, by launches where they are small.
 
 #include "cuda/autoencoder/general.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/divide.h"
 #include "common/scratch.h"
+#include "cuda/autoencoder/finish.cuh"
+#include "cuda/autoencoder/gradients.cuh"
+#include "cuda/gemm/product.h"
 #include "cuda/launch.cuh"
-#include "cuda/reduce.cuh"
-#include "cuda/vector.cuh"
+#include "cuda/linear_act/passes.cuh"
 
 namespace fusewise::cuda {
 namespace {
 
+using namespace autoencoder;
+
 constexpr int kThreads = 256;
-constexpr int kTile = 16;  // of a product: rows, columns, and summands at a time
+constexpr std::int64_t kMostRowBytes = std::int64_t{128} << 20;  // of the rows taken together
+constexpr std::int64_t kRowsApart = 16;  // chunks begin at multiples, so that they stay aligned
 
-// ---- the steps
+// ---- kernels of the rows
 
-/// c[i][j] = bias[j] + sum over k of a(i, k) b(j, k), or that added to c. Strides are in elements.
-template <typename A>
-struct Product {
-  long long rows, columns, depth;
-  const A* a;
-  long long a_row, a_k;
-  const A* b;
-  long long b_column, b_k;
-  A* c;
-  const A* bias = nullptr;
-  bool add = false;
-};
-
-template <typename A>
-__global__ void __launch_bounds__(kTile* kTile) product_kernel(Product<A> p) {
-  __shared__ A a[kTile][kTile + 1], b[kTile][kTile + 1];
-  const long long across = (p.columns + kTile - 1) / kTile;
-  const long long i0 = blockIdx.x / across * kTile, j0 = blockIdx.x % across * kTile;
-  const int ty = threadIdx.x / kTile, tx = threadIdx.x % kTile;
-  A total = 0;
-  for (long long k0 = 0; k0 < p.depth; k0 += kTile) {
-    const long long k = k0 + tx;
-    a[ty][tx] = i0 + ty < p.rows && k < p.depth ? p.a[(i0 + ty) * p.a_row + k * p.a_k] : A(0);
-    b[ty][tx] = j0 + ty < p.columns && k < p.depth ? p.b[(j0 + ty) * p.b_column + k * p.b_k] : A(0);
-    __syncthreads();
-    // A sum of its own for every tile keeps rounding errors small in long sums.
-    A sum = 0;
-#pragma unroll
-    for (int s = 0; s < kTile; ++s) sum += a[ty][s] * b[tx][s];
-    total += sum;
-    __syncthreads();
-  }
-  if (i0 + ty >= p.rows || j0 + tx >= p.columns) return;
-  A* c = p.c + (i0 + ty) * p.columns + j0 + tx;
-  if (p.bias != nullptr) total += p.bias[j0 + tx];
-  *c = p.add ? *c + total : total;
-}
-
-template <typename A>
-void multiply(const Context& context, const Product<A>& p) {
-  launch_kernel({context, divide_up(p.rows, kTile) * divide_up(p.columns, kTile), kTile * kTile},
-                "a product of the autoencoder", product_kernel<A>, p);
-}
-
-/// out[column] += sum over rows of a * b; b may be null, for ones.
-template <typename A>
-__global__ void __launch_bounds__(kThreads)
-    column_sums_kernel(const A* a, const A* b, long long rows, int columns, A* out) {
-  __shared__ A parts[kThreads / 32][32];
-  const int lane = threadIdx.x % 32, strand = threadIdx.x / 32;
-  const long long column = blockIdx.x * 32ll + lane;
-  A total = 0;
-  for (long long begin = strand; begin < rows; begin += 16 * (kThreads / 32)) {
-    A sum = 0;
-    for (int j = 0; j < 16; ++j) {
-      const long long row = begin + j * (kThreads / 32);
-      if (row >= rows || column >= columns) break;
-      const A value = a[row * columns + column];
-      sum += b != nullptr ? value * b[row * columns + column] : value;
-    }
-    total += sum;
-  }
-  parts[strand][lane] = total;
-  __syncthreads();
-  if (strand != 0 || column >= columns) return;
-  for (int s = 1; s < kThreads / 32; ++s) total += parts[s][lane];
-  out[column] += total;
-}
-
-template <typename A>
-void sum_columns(const Context& context, const A* a, const A* b, std::int64_t rows, int columns,
-                 A* out) {
-  launch_kernel({context, divide_up(columns, 32), kThreads}, "summing the autoencoder's gradients",
-                column_sums_kernel<A>, a, b, rows, columns, out);
-}
-
-/// LayerNorm of `groups` stretches of `columns` values each, `frames` of them in a row of `in`: a
-/// warp for each.
+/// (value - mean) / deviation of `groups` stretches of `columns` values each, `frames` of them in a
+/// row of `in`: a warp for each.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     normalise_kernel(const T* in, long long row_stride, int frames, long long groups, int columns,
-                     const A* weight, const A* bias, A* normal, A* out, A* inverse_deviation) {
+                     A* normal, A* inverse_deviation) {
   const int lane = threadIdx.x % 32;
   const long long group = (blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x) / 32;
   if (group >= groups) return;
@@ -117,56 +48,33 @@ __global__ void __launch_bounds__(kThreads)
   const A inverse = A(1) / sqrt(warp_sum(squares) / A(columns) + A(1e-5));
   if (lane == 0) inverse_deviation[group] = inverse;
   for (int i = lane; i < columns; i += 32) {
-    const A value = (to_accumulator<A>(row[i]) - mean) * inverse;
-    normal[group * columns + i] = value;
-    out[group * columns + i] = value * weight[i] + bias[i];
+    normal[group * columns + i] = (to_accumulator<A>(row[i]) - mean) * inverse;
   }
 }
 
-/// d (of LayerNorm's result) becomes the gradient of its input.
-template <typename A>
+/// From the gradient of `normal` to that of what was normalised, or that added to `out`, which may
+/// be `d`.
+template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
-    normalise_backward_kernel(A* d, const A* normal, const A* weight, const A* inverse_deviation,
-                              long long groups, int columns) {
+    normalise_backward_kernel(const A* d, const A* normal, const A* inverse_deviation,
+                              long long groups, int columns, T* out, bool add) {
   const int lane = threadIdx.x % 32;
   const long long group = (blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x) / 32;
   if (group >= groups) return;
-  A* row = d + group * columns;
-  const A* n = normal + group * columns;
+  const long long begin = group * columns;
   A sum = 0, product = 0;
   for (int i = lane; i < columns; i += 32) {
-    const A value = row[i] * weight[i];
-    sum += value;
-    product += value * n[i];
+    sum += d[begin + i];
+    product += d[begin + i] * normal[begin + i];
   }
   sum = warp_sum(sum) / A(columns);
   product = warp_sum(product) / A(columns);
+  const A inverse = inverse_deviation[group];
   for (int i = lane; i < columns; i += 32) {
-    row[i] = inverse_deviation[group] * (row[i] * weight[i] - sum - n[i] * product);
+    const A value = inverse * (d[begin + i] - sum - normal[begin + i] * product);
+    out[begin + i] = from_accumulator<T>(add ? to_accumulator<A>(out[begin + i]) + value : value);
   }
 }
-
-template <typename A>
-__device__ A normal_integral(A z) {
-  return A(0.5) * (A(1) + erf(z * A(0.70710678118654752440)));
-}
-
-template <typename A>
-struct Gelu {
-  const A* z;
-  A* out;
-  __device__ void operator()(long long i) const { out[i] = z[i] * normal_integral(z[i]); }
-};
-
-template <typename A>
-struct GeluBackward {
-  const A* z;
-  A* d;
-  __device__ void operator()(long long i) const {
-    const A v = z[i];
-    d[i] *= normal_integral(v) + v * A(0.39894228040143267794) * exp(A(-0.5) * v * v);
-  }
-};
 
 template <typename From, typename To>
 struct Convert {
@@ -179,6 +87,13 @@ struct Convert {
       out[i] = to_accumulator<To>(in[i]);
     }
   }
+};
+
+template <typename T, typename A>
+struct Add {
+  const T* in;
+  A* out;
+  __device__ void operator()(long long i) const { out[i] += to_accumulator<A>(in[i]); }
 };
 
 /// dy = d_out + 2 / width * d_score * (y - x), in place of y; the second part with the other sign
@@ -199,16 +114,7 @@ struct OutputGradient {
           (y[i] - to_accumulator<A>(x[row * x_stride + i - row * width]));
     }
     y[i] = d + (d_out != nullptr ? to_accumulator<A>(d_out[i]) : A(0));
-    if (dx != nullptr) dx[i] = from_accumulator<T>(-d);
-  }
-};
-
-template <typename T, typename A>
-struct AddGradient {
-  const A* d;
-  T* dx;
-  __device__ void operator()(long long i) const {
-    dx[i] = from_accumulator<T>(to_accumulator<A>(dx[i]) + d[i]);
+    if (d_score != nullptr && dx != nullptr) dx[i] = from_accumulator<T>(-d);
   }
 };
 
@@ -222,50 +128,6 @@ template <typename Body>
 void each(const Context& context, const char* what, std::int64_t count, const Body& body) {
   launch_kernel({context, divide_up(count, kThreads), kThreads}, what, each_kernel<Body>, body,
                 count);
-}
-
-/// A block for each basis vector: u = vector / max(norm, 1e-12).
-template <typename A>
-__global__ void __launch_bounds__(kThreads)
-    normalise_basis_kernel(const A* basis, long long width, A* unit, A* norms) {
-  __shared__ A scratch[kThreads];
-  const A* row = basis + blockIdx.x * width;
-  block_sum(
-      kThreads, 1, scratch,
-      [&](int i, int parts, int) {
-        A sum = 0;
-        for (long long k = i; k < width; k += parts) sum += row[k] * row[k];
-        return sum;
-      },
-      [&](int, A sum) {
-        const A norm = sqrt(sum);
-        // Not max, which would swallow NaN.
-        norms[blockIdx.x] = norm < A(1e-12) ? A(1e-12) : norm;
-      });
-  const A norm = norms[blockIdx.x];
-  for (long long k = threadIdx.x; k < width; k += kThreads) {
-    unit[blockIdx.x * width + k] = row[k] / norm;
-  }
-}
-
-/// d of the unit vector becomes that of the vector itself.
-template <typename A>
-__global__ void __launch_bounds__(kThreads)
-    normalise_basis_backward_kernel(A* d, const A* unit, const A* norms, long long width) {
-  __shared__ A scratch[kThreads], along;
-  A* row = d + blockIdx.x * width;
-  const A* u = unit + blockIdx.x * width;
-  const A norm = norms[blockIdx.x];
-  block_sum(
-      kThreads, 1, scratch,
-      [&](int i, int parts, int) {
-        A sum = 0;
-        for (long long k = i; k < width; k += parts) sum += row[k] * u[k];
-        return sum;
-      },
-      // At the smallest norm the divisor is a constant.
-      [&](int, A sum) { along = norm > A(1e-12) ? sum : A(0); });
-  for (long long k = threadIdx.x; k < width; k += kThreads) row[k] = (row[k] - u[k] * along) / norm;
 }
 
 /// A warp for each row.
@@ -284,321 +146,506 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) score[row] = sum / A(width);
 }
 
+// ---- kernels of the parameters
+
+/// What the products take.
+template <typename A>
+struct Prepared {
+  A *encoder, *encoder_bias;  ///< [S, M], [S]: with LayerNorm's weight and bias
+  A *mid, *mid_bias;          ///< [L, L], [L]: likewise
+  A *unit, *inverse_norm;     ///< [L, F S], [L]: the basis, each vector of length one
+  A* decoder;                 ///< [M, S]
+  A *decode, *decode_bias;    ///< [L, F M], [F M]: unit times decoder
+};
+
+/// Row n of a Linear that takes in the LayerNorm before it.
+template <typename W, typename A>
+__device__ void fold_row(int n, int inputs, const void* weight, const void* bias,
+                         const void* norm_weight, const void* norm_bias, A* folded,
+                         A* folded_bias) {
+  A sum = 0;
+  for (int k = threadIdx.x; k < inputs; k += blockDim.x) {
+    const long long at = static_cast<long long>(n) * inputs + k;
+    const A w = read<W>(weight, at);
+    folded[at] = w * read<W>(norm_weight, k);
+    sum += w * read<W>(norm_bias, k);
+  }
+  sum = block_total(sum);
+  if (threadIdx.x == 0) folded_bias[n] = read<W>(bias, n) + sum;
+}
+
+/// A block for each vector of the basis and for each row of the other matrices. All but `decode`.
+template <typename W, typename A>
+__global__ void __launch_bounds__(kFinishThreads)
+    prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<A> to) {
+  int b = blockIdx.x;
+  if (b < s.latent) {
+    const long long width = static_cast<long long>(s.frames) * s.slice_latent, begin = b * width;
+    A sum = 0;
+    for (long long k = threadIdx.x; k < width; k += blockDim.x) {
+      const A value = read<W>(p.basis, begin + k);
+      sum += value * value;
+    }
+    const A norm = sqrt(block_total(sum));
+    // Not max, which would swallow NaN.
+    const A inverse = norm < A(1e-12) ? A(1e12) : A(1) / norm;
+    if (threadIdx.x == 0) to.inverse_norm[b] = inverse;
+    for (long long k = threadIdx.x; k < width; k += blockDim.x) {
+      to.unit[begin + k] = read<W>(p.basis, begin + k) * inverse;
+    }
+    return;
+  }
+  b -= s.latent;
+  if (b < s.latent) {
+    return fold_row<W>(b, s.latent, p.mid_weight, p.mid_bias, p.mid_norm_weight, p.mid_norm_bias,
+                       to.mid, to.mid_bias);
+  }
+  b -= s.latent;
+  if (b < s.slice_latent) {
+    return fold_row<W>(b, s.n_mels, p.encoder_weight, p.encoder_bias, p.norm_weight, p.norm_bias,
+                       to.encoder, to.encoder_bias);
+  }
+  b -= s.slice_latent;
+  for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
+    const long long at = static_cast<long long>(b) * s.slice_latent + k;
+    to.decoder[at] = read<W>(p.decoder_weight, at);
+  }
+  for (int f = threadIdx.x; f < s.frames; f += blockDim.x) {
+    to.decode_bias[static_cast<long long>(f) * s.n_mels + b] = read<W>(p.decoder_bias, b);
+  }
+}
+
+/// What the gradients of the parameters follow from: of the biases a sum for every chunk of rows.
+template <typename A>
+struct Sums {
+  A *encode, *mid;  ///< [S, M], [L, L]: of d^T n
+  A* unit;          ///< [L, F S]: gradient of the basis, each vector of length one
+  A* decode;        ///< [L, F M]: of z^T dy
+  A* decoder;       ///< [M, S]: gradient of the decoder's weights
+  A* biases;        ///< [chunks, S + L + M]: of the encoder, the bottleneck, the decoder
+  std::int64_t chunks;
+};
+
+template <typename W, typename A>
+__global__ void __launch_bounds__(kFinishThreads)
+    finish_kernel(AutoencoderTensors<const void*> p, AutoencoderTensors<void*> g,
+                  AutoencoderSizes s, const A* inverse_norm, Sums<A> sums, bool decodes) {
+  const auto bias = [&](int first) {
+    return [=](int n) {
+      A sum = 0;
+      for (long long i = 0; i < sums.chunks; ++i) {
+        sum += sums.biases[i * (s.slice_latent + s.latent + s.n_mels) + first + n];
+      }
+      return sum;
+    };
+  };
+  int b = blockIdx.x;
+  if (b < s.latent) {
+    if (g.basis == nullptr) return;
+    const int width = s.frames * s.slice_latent;
+    const long long begin = static_cast<long long>(b) * width;
+    return finish_basis_vector<W>(p.basis, g.basis, begin, width, inverse_norm[b],
+                                  sums.unit + begin);
+  }
+  b -= s.latent;
+  if (b < s.latent) {
+    const NormedLinear mid{p.mid_norm_weight, p.mid_norm_bias, p.mid_weight, g.mid_norm_weight,
+                           g.mid_norm_bias,   g.mid_weight,    g.mid_bias};
+    if (!mid.wanted()) return;
+    return finish_linear<W>(mid, sums.mid, s.latent, bias(s.slice_latent), s.latent, s.latent, b);
+  }
+  b -= s.latent;
+  if (b < s.n_mels) {
+    const NormedLinear encoder{p.norm_weight, p.norm_bias,      p.encoder_weight, g.norm_weight,
+                               g.norm_bias,   g.encoder_weight, g.encoder_bias};
+    if (!encoder.wanted()) return;
+    return finish_linear<W>(encoder, sums.encode, s.n_mels, bias(0), s.slice_latent, s.n_mels, b);
+  }
+  b -= s.n_mels;
+  for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
+    const long long at = static_cast<long long>(b) * s.slice_latent + k;
+    write<W>(g.decoder_weight, at, decodes ? sums.decoder[at] : A(0));
+  }
+  if (threadIdx.x == 0) {
+    write<W>(g.decoder_bias, b, decodes ? bias(s.slice_latent + s.latent)(b) : A(0));
+  }
+}
+
 // ---- the walk
 
-constexpr int kTensors = 11;
-
-/// How many elements each parameter has, in the order of AutoencoderTensors.
-void tensor_counts(const AutoencoderSizes& s, std::int64_t (&counts)[kTensors]) {
-  const std::int64_t m = s.n_mels, l = s.latent, h = s.slice_latent;
-  const std::int64_t all[kTensors] = {m, m, h * m, h, l * s.frames * h, l, l, l * l, l, m * h, m};
-  std::copy(all, all + kTensors, counts);
-}
-
-/// Eleven arrays of A, one behind the other.
-template <typename A>
-struct Arrays {
-  A* at[kTensors];
-  Arrays(A* memory, const std::int64_t (&counts)[kTensors]) {
-    for (int i = 0; i < kTensors; ++i) {
-      at[i] = memory;
-      memory += counts[i];
-    }
+/// body(W), the device type of parameters beside data that is computed in A.
+template <typename A, typename Body>
+void dispatch_parameters(DType dtype, Body&& body) {
+  if constexpr (std::is_same_v<A, double>) {
+    body(double{});
+  } else {
+    dispatch_short_dtype(dtype, body);
   }
-};
-
-template <typename Pointer>
-Pointer tensor(const AutoencoderTensors<Pointer>& t, int i) {
-  const Pointer all[kTensors] = {t.norm_weight, t.norm_bias,       t.encoder_weight, t.encoder_bias,
-                                 t.basis,       t.mid_norm_weight, t.mid_norm_bias,  t.mid_weight,
-                                 t.mid_bias,    t.decoder_weight,  t.decoder_bias};
-  return all[i];
 }
 
-/// In the order of AutoencoderTensors.
-enum {
-  kNormW,
-  kNormB,
-  kEncoderW,
-  kEncoderB,
-  kBasis,
-  kMidNormW,
-  kMidNormB,
-  kMidW,
-  kMidB,
-  kDecoderW,
-  kDecoderB
+/// Pieces of one memory, each where vectors and the vendor's kernels like it. Without a memory it
+/// counts.
+template <typename A>
+class Pieces {
+ public:
+  explicit Pieces(A* memory) : memory_(memory) {}
+  A* take(std::int64_t count) {
+    const std::int64_t begin = used_;
+    used_ += divide_up(count, kAlignment) * kAlignment;
+    return memory_ == nullptr ? nullptr : memory_ + begin;
+  }
+  std::int64_t used() const { return used_; }
+
+ private:
+  static constexpr std::int64_t kAlignment = 64;
+  A* memory_;
+  std::int64_t used_ = 0;
 };
 
-/// Everything but the parameters' type.
+/// The steps of a chunk of rows, on scratch memory for the largest.
 template <typename T>
 class Walk {
  public:
   using A = Accumulator<T>;
 
-  Walk(const Context& context, const AutoencoderSizes& sizes,
-       const AutoencoderTensors<const void*>& parameters, DType parameter_dtype, bool backward)
+  template <typename Call>
+  Walk(const Context& context, const Call& call)
       : context_(context),
-        s_(sizes),
-        width_(std::int64_t{sizes.frames} * sizes.n_mels),
-        hidden_(std::int64_t{sizes.frames} * sizes.slice_latent),
-        rows_at_once_(std::clamp<std::int64_t>(
-            (std::int64_t{64} << 20) / (row_values() * sizeof(A)), 1,
-            std::min<std::int64_t>(2048, std::max<std::int64_t>(sizes.rows, 1)))),
-        parameter_count_(count_parameters()),
-        memory_(context, (backward ? 2 : 1) * parameter_count_ + hidden_ * sizes.latent +
-                             sizes.latent + rows_at_once_ * row_values()),
-        parameters_(memory_.data(), counts_),
-        gradients_(memory_.data() + parameter_count_, counts_) {
-    A* at = memory_.data() + (backward ? 2 : 1) * parameter_count_;
-    const auto take = [&](std::int64_t count) {
-      A* begin = at;
-      at += count;
-      return begin;
-    };
-    unit_ = take(hidden_ * s_.latent);
-    norms_ = take(s_.latent);
-    const std::int64_t r = rows_at_once_;
-    normal_ = take(r * width_);
-    affine_ = take(r * width_);
-    inverse_ = take(r * s_.frames);
-    before_ = take(r * hidden_);
-    slices_ = take(r * hidden_);
-    projection_ = take(r * s_.latent);
-    mid_normal_ = take(r * s_.latent);
-    mid_affine_ = take(r * s_.latent);
-    mid_inverse_ = take(r);
-    mid_before_ = take(r * s_.latent);
-    z_ = take(r * s_.latent);
-    expanded_ = take(r * hidden_);
-    y_ = take(r * width_);
-    d_hidden_ = take(r * hidden_);
-    dz_ = take(r * s_.latent);
-    for (int i = 0; i < kTensors; ++i) {
-      dispatch_dtype(parameter_dtype, [&]<typename W>(W) {
-        each(context_, "reading a parameter", counts_[i],
-             Convert<W, A>{static_cast<const W*>(tensor(parameters, i)), parameters_.at[i]});
-      });
-    }
-    launch_kernel({context_, s_.latent, kThreads}, "normalising the basis",
-                  normalise_basis_kernel<A>, parameters_.at[kBasis], hidden_, unit_, norms_);
+        s_(call.sizes),
+        width_(std::int64_t{s_.frames} * s_.n_mels),
+        hidden_(std::int64_t{s_.frames} * s_.slice_latent),
+        // Halves have no more bits than TF32.
+        math_{.tf32 = call.tf32 || sizeof(T) == 2, .tune = false},
+        chunks_(divide_up(s_.rows * row_values<Call>() * std::int64_t{sizeof(A)}, kMostRowBytes)),
+        chunk_(divide_up(divide_up(s_.rows, chunks_), kRowsApart) * kRowsApart),
+        memory_(context, lay_out<Call>(nullptr)) {
+    lay_out<Call>(memory_.data());
+    dispatch_parameters<A>(call.parameter_dtype, [&]<typename W>(W) {
+      launch_kernel(
+          {context_, 2 * std::int64_t{s_.latent} + s_.slice_latent + s_.n_mels, kFinishThreads},
+          "preparing the autoencoder's weights", prepare_kernel<W, A>, call.parameters, s_,
+          prepared_);
+    });
+    const std::int64_t vectors = std::int64_t{s_.latent} * s_.frames;
+    multiply_exactly(vectors, s_.n_mels, s_.slice_latent, as_is(prepared_.unit, s_.slice_latent),
+                     transposed(prepared_.decoder, s_.slice_latent), prepared_.decode);
   }
 
-  std::int64_t rows_at_once() const { return rows_at_once_; }
+  std::int64_t chunk() const { return chunk_; }
 
-  /// As far as z.
+  /// slices_.
   void encode(const T* x, std::int64_t x_stride, std::int64_t rows) {
-    const auto& p = parameters_.at;
-    const std::int64_t m = s_.n_mels, l = s_.latent, h = s_.slice_latent, f = s_.frames;
-    normalise(x, x_stride, s_.frames, rows * f, s_.n_mels, p[kNormW], p[kNormB], normal_, affine_,
-              inverse_);
-    multiply<A>(context_,
-                {rows * f, h, m, affine_, m, 1, p[kEncoderW], m, 1, before_, p[kEncoderB]});
-    each(context_, "GELU", rows * hidden_, Gelu<A>{before_, slices_});
-    multiply<A>(context_, {rows, l, hidden_, slices_, hidden_, 1, unit_, hidden_, 1, projection_});
-    normalise(projection_, l, 1, rows, s_.latent, p[kMidNormW], p[kMidNormB], mid_normal_,
-              mid_affine_, mid_inverse_);
-    multiply<A>(context_, {rows, l, l, mid_affine_, l, 1, p[kMidW], l, 1, mid_before_, p[kMidB]});
-    each(context_, "GELU", rows * l, Gelu<A>{mid_before_, z_});
+    const std::int64_t m = s_.n_mels, h = s_.slice_latent, frames = rows * s_.frames;
+    normalise(x, x_stride, s_.frames, frames, s_.n_mels, normal_, inverse_);
+    multiply(frames, h, m, as_is(normal_, m), transposed(prepared_.encoder, m), before_,
+             prepared_.encoder_bias);
+    gelu(before_, slices_, frames, h);
   }
 
-  void decode(std::int64_t rows) {
-    const auto& p = parameters_.at;
-    const std::int64_t m = s_.n_mels, l = s_.latent, h = s_.slice_latent, f = s_.frames;
-    multiply<A>(context_, {rows, hidden_, l, z_, l, 1, unit_, 1, hidden_, expanded_});
-    multiply<A>(context_, {rows * f, m, h, expanded_, h, 1, p[kDecoderW], h, 1, y_, p[kDecoderB]});
+  /// c B^T.
+  void project(A* projection, std::int64_t rows) {
+    multiply(rows, s_.latent, hidden_, as_is(slices_, hidden_), transposed(prepared_.unit, hidden_),
+             projection);
   }
 
-  void write_out(T* out, std::int64_t rows) {
-    each(context_, "writing the reconstruction", rows * width_, Convert<A, T>{y_, out});
+  void make_latent(const A* projection, A* z, std::int64_t rows) {
+    const std::int64_t l = s_.latent;
+    normalise(projection, l, 1, rows, s_.latent, mid_normal_, mid_inverse_);
+    multiply(rows, l, l, as_is(mid_normal_, l), transposed(prepared_.mid, l), mid_before_,
+             prepared_.mid_bias);
+    gelu(mid_before_, z, rows, l);
   }
-  void write_z(T* z, std::int64_t rows) {
-    each(context_, "writing z", rows * s_.latent, Convert<A, T>{z_, z});
+
+  void decode(const A* z, A* y, std::int64_t rows) {
+    multiply(rows, width_, s_.latent, as_is(z, s_.latent), as_is(prepared_.decode, width_), y,
+             prepared_.decode_bias);
   }
-  void write_projection(A* projection, std::int64_t rows) {
-    each(context_, "writing the projection", rows * s_.latent,
-         Convert<A, A>{projection_, projection});
-  }
-  void write_score(const T* x, std::int64_t x_stride, A* score, std::int64_t rows) {
+
+  void forward(const AutoencoderForwardArguments& call, std::int64_t row, std::int64_t rows) {
+    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+    A* projection = call.projection == nullptr ? projection_
+                                               : static_cast<A*>(call.projection) + row * s_.latent;
+    T* z_out = call.z == nullptr ? nullptr : static_cast<T*>(call.z) + row * s_.latent;
+    T* out = call.out == nullptr ? nullptr : static_cast<T*>(call.out) + row * width_;
+    encode(x, call.x_stride, rows);
+    project(projection, rows);
+    if (z_out == nullptr && out == nullptr && call.score == nullptr) return;
+    A* z = place_for(z_out, z_);
+    make_latent(projection, z, rows);
+    write(z, z_out, rows * s_.latent);
+    if (out == nullptr && call.score == nullptr) return;
+    A* y = place_for(out, y_);
+    decode(z, y, rows);
+    write(y, out, rows * width_);
+    if (call.score == nullptr) return;
     launch_kernel({context_, divide_up(32 * rows, kThreads), kThreads}, "scoring",
-                  score_kernel<T, A>, y_, x, x_stride, rows, width_, score);
+                  score_kernel<T, A>, y, x, call.x_stride, rows, width_,
+                  static_cast<A*>(call.score) + row);
   }
 
-  /// Behind encode and, where the output has a gradient, decode. Null: zero, or not wanted.
-  void backward(const T* x, std::int64_t x_stride, const T* d_out, const A* d_score, const T* d_z,
-                T* dx, std::int64_t rows, bool parameters) {
-    const auto& p = parameters_.at;
-    const auto& g = gradients_.at;
-    const std::int64_t m = s_.n_mels, l = s_.latent, h = s_.slice_latent, f = s_.frames;
-    const bool reconstructs = d_out != nullptr || d_score != nullptr;
-    if (d_z != nullptr) {
-      each(context_, "reading the gradient of z", rows * l, Convert<T, A>{d_z, dz_});
+  void backward(const AutoencoderBackwardArguments& call, std::int64_t row, std::int64_t rows) {
+    const WantedSums wanted = wanted_sums(call);
+    const std::int64_t m = s_.n_mels, l = s_.latent, h = s_.slice_latent, frames = rows * s_.frames;
+    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
+    const T* d_z = call.d_z == nullptr ? nullptr : static_cast<const T*>(call.d_z) + row * l;
+    T* dx = call.dx == nullptr ? nullptr : static_cast<T*>(call.dx) + row * width_;
+    const auto* projection = static_cast<const A*>(call.projection);
+    const bool to_encoder = dx != nullptr || wanted.encode;
+    A* biases = sums_.biases + row / chunk_ * (h + l + m);
+    const bool add = row > 0;
+
+    if (projection == nullptr || to_encoder || wanted.project) encode(x, call.x_stride, rows);
+    if (projection == nullptr) {
+      project(projection_, rows);
+    } else {
+      projection += row * l;
     }
-    if (reconstructs) {
-      each(context_, "the output's gradient", rows * width_,
-           OutputGradient<T, A>{y_, d_out, d_score, x, x_stride, width_, dx});
-      multiply<A>(context_, {rows * f, h, m, y_, m, 1, p[kDecoderW], 1, h, d_hidden_});
-      multiply<A>(context_, {rows, l, hidden_, d_hidden_, hidden_, 1, unit_, hidden_, 1, dz_,
-                             nullptr, d_z != nullptr});
-      if (parameters) {
-        multiply<A>(context_,
-                    {m, h, rows * f, y_, 1, m, expanded_, 1, h, g[kDecoderW], nullptr, true});
-        sum_columns<A>(context_, y_, nullptr, rows * f, s_.n_mels, g[kDecoderB]);
-        multiply<A>(context_,
-                    {l, hidden_, rows, z_, 1, l, d_hidden_, 1, hidden_, g[kBasis], nullptr, true});
+    make_latent(projection == nullptr ? projection_ : projection, z_, rows);
+
+    if (call.d_out != nullptr || call.d_score != nullptr) {
+      const A* dy = output_gradient(call, x, row, rows, dx);
+      multiply(rows, l, width_, as_is(dy, width_), transposed(prepared_.decode, width_), dz_);
+      if (d_z != nullptr) each(context_, "adding z's gradient", rows * l, Add<T, A>{d_z, dz_});
+      if (wanted.decode) {
+        multiply(l, width_, rows, transposed(z_, l), as_is(dy, width_), sums_.decode, nullptr, add);
+        differentiate(context_, {.dy = view(dy, frames, m),
+                                 .db = view(biases + h + l, m),
+                                 .activation = Activation::identity});
       }
-    } else if (d_z == nullptr) {
-      clear(dz_, rows * l);
+    } else if (d_z != nullptr) {
+      each(context_, "reading z's gradient", rows * l, Convert<T, A>{d_z, dz_});
+    } else {
+      check_cuda(
+          cudaMemsetAsync(dz_, 0, rows * l * sizeof(A), static_cast<cudaStream_t>(context_.stream)),
+          "clearing z's gradient");
     }
-    each(context_, "GELU backward", rows * l, GeluBackward<A>{mid_before_, dz_});
-    if (parameters) {
-      multiply<A>(context_, {l, l, rows, dz_, 1, l, mid_affine_, 1, l, g[kMidW], nullptr, true});
-      sum_columns<A>(context_, dz_, nullptr, rows, s_.latent, g[kMidB]);
+
+    gelu_backward(dz_, mid_before_, rows, l, wanted.mid ? biases + h : nullptr);
+    if (wanted.mid) {
+      multiply(l, l, rows, transposed(dz_, l), as_is(mid_normal_, l), sums_.mid, nullptr, add);
     }
+    if (!to_encoder && !wanted.project) return;
+
     // From here on the memory of `projection_` has its gradient.
-    multiply<A>(context_, {rows, l, l, dz_, l, 1, p[kMidW], 1, l, projection_});
-    if (parameters) {
-      sum_columns<A>(context_, projection_, mid_normal_, rows, s_.latent, g[kMidNormW]);
-      sum_columns<A>(context_, projection_, nullptr, rows, s_.latent, g[kMidNormB]);
+    multiply(rows, l, l, as_is(dz_, l), as_is(prepared_.mid, l), projection_);
+    normalise_backward(projection_, mid_normal_, mid_inverse_, rows, s_.latent, projection_, false);
+    if (wanted.project) {
+      multiply(l, hidden_, rows, transposed(projection_, l), as_is(slices_, hidden_), sums_.unit,
+               nullptr, add);
     }
-    normalise_backward(projection_, mid_normal_, p[kMidNormW], mid_inverse_, rows, s_.latent);
-    if (parameters) {
-      multiply<A>(context_, {l, hidden_, rows, projection_, 1, l, slices_, 1, hidden_, g[kBasis],
-                             nullptr, true});
-    }
-    multiply<A>(context_, {rows, hidden_, l, projection_, l, 1, unit_, 1, hidden_, d_hidden_});
-    each(context_, "GELU backward", rows * hidden_, GeluBackward<A>{before_, d_hidden_});
-    if (parameters) {
-      multiply<A>(context_,
-                  {h, m, rows * f, d_hidden_, 1, h, affine_, 1, m, g[kEncoderW], nullptr, true});
-      sum_columns<A>(context_, d_hidden_, nullptr, rows * f, s_.slice_latent, g[kEncoderB]);
-    }
-    // And that of `affine_` the gradient of x.
-    multiply<A>(context_, {rows * f, m, h, d_hidden_, h, 1, p[kEncoderW], 1, m, affine_});
-    if (parameters) {
-      sum_columns<A>(context_, affine_, normal_, rows * f, s_.n_mels, g[kNormW]);
-      sum_columns<A>(context_, affine_, nullptr, rows * f, s_.n_mels, g[kNormB]);
+    if (!to_encoder) return;
+
+    // And that of `slices_` theirs, then that in front of the GELU.
+    multiply(rows, hidden_, l, as_is(projection_, l), as_is(prepared_.unit, hidden_), slices_);
+    gelu_backward(slices_, before_, frames, h, wanted.encode ? biases : nullptr);
+    if (wanted.encode) {
+      multiply(h, m, frames, transposed(slices_, h), as_is(normal_, m), sums_.encode, nullptr, add);
     }
     if (dx == nullptr) return;
-    normalise_backward(affine_, normal_, p[kNormW], inverse_, rows * f, s_.n_mels);
-    if (reconstructs) {
-      each(context_, "the gradient of x", rows * width_, AddGradient<T, A>{affine_, dx});
-    } else {
-      each(context_, "the gradient of x", rows * width_, Convert<A, T>{affine_, dx});
-    }
+    multiply(frames, m, h, as_is(slices_, h), as_is(prepared_.encoder, m), y_);
+    normalise_backward(y_, normal_, inverse_, frames, s_.n_mels, dx, call.d_score != nullptr);
   }
 
-  void clear_gradients() { clear(gradients_.at[0], parameter_count_); }
-
-  void write_gradients(const AutoencoderTensors<void*>& gradients, DType dtype) {
-    launch_kernel({context_, s_.latent, kThreads}, "normalising the basis backward",
-                  normalise_basis_backward_kernel<A>, gradients_.at[kBasis], unit_, norms_,
-                  hidden_);
-    for (int i = 0; i < kTensors; ++i) {
-      void* out = tensor(gradients, i);
-      if (out == nullptr) continue;
-      dispatch_dtype(dtype, [&]<typename W>(W) {
-        each(context_, "writing a gradient", counts_[i],
-             Convert<A, W>{gradients_.at[i], static_cast<W*>(out)});
-      });
+  /// Behind the last chunk.
+  void finish(const AutoencoderBackwardArguments& call) {
+    const WantedSums wanted = wanted_sums(call);
+    const std::int64_t m = s_.n_mels, h = s_.slice_latent;
+    const std::int64_t vectors = std::int64_t{s_.latent} * s_.frames;
+    if (wanted.decode && wanted.project) {
+      multiply_exactly(vectors, h, m, as_is(sums_.decode, m), as_is(prepared_.decoder, h),
+                       sums_.unit, true);
     }
+    if (wanted.decode && call.gradients.decoder_weight != nullptr) {
+      multiply_exactly(m, h, vectors, transposed(sums_.decode, m), as_is(prepared_.unit, h),
+                       sums_.decoder);
+    }
+    dispatch_parameters<A>(call.parameter_dtype, [&]<typename W>(W) {
+      launch_kernel({context_, 2 * (std::int64_t{s_.latent} + s_.n_mels), kFinishThreads},
+                    "computing the autoencoder's gradients", finish_kernel<W, A>, call.parameters,
+                    call.gradients, s_, prepared_.inverse_norm, sums_,
+                    call.d_out != nullptr || call.d_score != nullptr);
+    });
   }
 
  private:
+  static constexpr DType kType = std::is_same_v<A, double> ? DType::f64 : DType::f32;
+  template <typename Call>
+  static constexpr bool kBackward = std::is_same_v<Call, AutoencoderBackwardArguments>;
+
+  template <typename Call>
   std::int64_t row_values() const {
-    return 3 * width_ + 4 * hidden_ + s_.frames + 6 * std::int64_t{s_.latent} + 1;
+    return (kBackward<Call> ? 2 : 1) * (width_ + hidden_) + s_.frames + 5 * s_.latent + 1;
   }
-  std::int64_t count_parameters() {
-    tensor_counts(s_, counts_);
-    std::int64_t sum = 0;
-    for (std::int64_t count : counts_) sum += count;
-    return sum;
+
+  /// Returns how much memory it takes.
+  template <typename Call>
+  std::int64_t lay_out(A* memory) {
+    Pieces<A> pieces(memory);
+    const std::int64_t m = s_.n_mels, l = s_.latent, h = s_.slice_latent;
+    prepared_ = {.encoder = pieces.take(h * m),
+                 .encoder_bias = pieces.take(h),
+                 .mid = pieces.take(l * l),
+                 .mid_bias = pieces.take(l),
+                 .unit = pieces.take(l * hidden_),
+                 .inverse_norm = pieces.take(l),
+                 .decoder = pieces.take(m * h),
+                 .decode = pieces.take(l * width_),
+                 .decode_bias = pieces.take(width_)};
+    const std::int64_t r = std::min(chunk_, s_.rows);
+    normal_ = pieces.take(r * width_);
+    before_ = pieces.take(r * hidden_);
+    projection_ = pieces.take(r * l);
+    mid_normal_ = pieces.take(r * l);
+    mid_before_ = pieces.take(r * l);
+    z_ = pieces.take(r * l);
+    dz_ = pieces.take(r * l);
+    inverse_ = pieces.take(r * s_.frames);
+    mid_inverse_ = pieces.take(r);
+    // Forward needs what it overwrites no more.
+    slices_ = kBackward<Call> ? pieces.take(r * hidden_) : before_;
+    y_ = kBackward<Call> ? pieces.take(r * width_) : normal_;
+    if (kBackward<Call>) {
+      sums_ = {.encode = pieces.take(h * m),
+               .mid = pieces.take(l * l),
+               .unit = pieces.take(l * hidden_),
+               .decode = pieces.take(l * width_),
+               .decoder = pieces.take(m * h),
+               .biases = pieces.take(chunks_ * (h + l + m)),
+               .chunks = divide_up(s_.rows, chunk_)};
+    }
+    return pieces.used();
   }
-  void clear(A* memory, std::int64_t count) {
-    check_cuda(
-        cudaMemsetAsync(memory, 0, count * sizeof(A), static_cast<cudaStream_t>(context_.stream)),
-        "clearing scratch memory");
+
+  /// The output's gradient: what came in, or, where that will not do, y_.
+  const A* output_gradient(const AutoencoderBackwardArguments& call, const T* x, std::int64_t row,
+                           std::int64_t rows, T* dx) {
+    const T* d_out =
+        call.d_out == nullptr ? nullptr : static_cast<const T*>(call.d_out) + row * width_;
+    if constexpr (std::is_same_v<T, A>) {
+      if (call.d_score == nullptr) return d_out;
+    }
+    const auto* d_score = static_cast<const A*>(call.d_score);
+    if (d_score != nullptr) {
+      d_score += row;
+      decode(z_, y_, rows);
+    }
+    each(context_, "the output's gradient", rows * width_,
+         OutputGradient<T, A>{y_, d_out, d_score, x, call.x_stride, width_, dx});
+    return y_;
+  }
+
+  /// A result itself where it has A's type, else scratch memory for it.
+  static A* place_for(T* result, A* scratch) {
+    if constexpr (std::is_same_v<T, A>) {
+      if (result != nullptr) return result;
+    }
+    return scratch;
+  }
+  void write(const A* from, T* result, std::int64_t count) {
+    if constexpr (!std::is_same_v<T, A>) {
+      if (result == nullptr) return;
+      each(context_, "writing a result", count, Convert<A, T>{from, result});
+    }
+  }
+
+  static Matrix as_is(const A* data, std::int64_t stride) {
+    return {const_cast<A*>(data), stride, false};
+  }
+  static Matrix transposed(const A* data, std::int64_t stride) {
+    return {const_cast<A*>(data), stride, true};
+  }
+  TensorView view(const A* data, std::int64_t rows, std::int64_t columns) const {
+    return {data, kType, context_.device, {rows, columns}};
+  }
+  TensorView view(const A* data, std::int64_t count) const {
+    return {data, kType, context_.device, {count}};
+  }
+
+  /// d = a b + bias, or a b added to d; d has adjacent rows.
+  void multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, Matrix a, Matrix b,
+                A* d, const A* bias = nullptr, bool add = false) {
+    cuda::multiply(context_, {.rows = rows,
+                              .columns = columns,
+                              .inner = inner,
+                              .a = a,
+                              .b = b,
+                              .d = as_is(d, columns),
+                              .dtype = kType,
+                              .bias = bias,
+                              .math = math_,
+                              .add = add});
+  }
+  /// Of parameters alone: it takes no time, so that it need not round.
+  void multiply_exactly(std::int64_t rows, std::int64_t columns, std::int64_t inner, Matrix a,
+                        Matrix b, A* d, bool add = false) {
+    cuda::multiply(context_, {.rows = rows,
+                              .columns = columns,
+                              .inner = inner,
+                              .a = a,
+                              .b = b,
+                              .d = as_is(d, columns),
+                              .dtype = kType,
+                              .math = {.tune = false},
+                              .add = add});
+  }
+
+  void gelu(const A* z, A* y, std::int64_t rows, std::int64_t columns) {
+    activate(
+        context_,
+        {.z = view(z, rows, columns), .y = view(y, rows, columns), .activation = Activation::gelu});
+  }
+  /// In place; `sums`, of the columns, may be null.
+  void gelu_backward(A* d, const A* z, std::int64_t rows, std::int64_t columns, A* sums) {
+    differentiate(context_, {.dy = view(d, rows, columns),
+                             .kept = view(z, rows, columns),
+                             .dz = view(d, rows, columns),
+                             .db = sums == nullptr ? TensorView{} : view(sums, columns),
+                             .activation = Activation::gelu});
   }
   template <typename In>
   void normalise(const In* in, std::int64_t stride, int frames, std::int64_t groups, int columns,
-                 const A* weight, const A* bias, A* normal, A* out, A* inverse) {
+                 A* normal, A* inverse) {
     launch_kernel({context_, divide_up(32 * groups, kThreads), kThreads}, "LayerNorm",
-                  normalise_kernel<In, A>, in, stride, frames, groups, columns, weight, bias,
-                  normal, out, inverse);
+                  normalise_kernel<In, A>, in, stride, frames, groups, columns, normal, inverse);
   }
-  void normalise_backward(A* d, const A* normal, const A* weight, const A* inverse,
-                          std::int64_t groups, int columns) {
+  template <typename Out>
+  void normalise_backward(const A* d, const A* normal, const A* inverse, std::int64_t groups,
+                          int columns, Out* out, bool add) {
     launch_kernel({context_, divide_up(32 * groups, kThreads), kThreads}, "LayerNorm backward",
-                  normalise_backward_kernel<A>, d, normal, weight, inverse, groups, columns);
+                  normalise_backward_kernel<Out, A>, d, normal, inverse, groups, columns, out, add);
   }
 
   const Context& context_;
   AutoencoderSizes s_;
-  std::int64_t width_, hidden_, rows_at_once_;
-  std::int64_t counts_[kTensors];
-  std::int64_t parameter_count_;
+  std::int64_t width_, hidden_;
+  ProductMath math_;
+  std::int64_t chunks_, chunk_;
+  Prepared<A> prepared_{};
+  Sums<A> sums_{};
+  A *normal_, *before_, *slices_, *projection_, *mid_normal_, *mid_before_, *z_, *dz_, *inverse_,
+      *mid_inverse_, *y_;
   Scratch<A> memory_;
-  Arrays<A> parameters_, gradients_;
-  A *unit_, *norms_, *normal_, *affine_, *inverse_, *before_, *slices_, *projection_, *mid_normal_,
-      *mid_affine_, *mid_inverse_, *mid_before_, *z_, *expanded_, *y_, *d_hidden_, *dz_;
 };
-
-template <typename P>
-P* advance(P* pointer, std::int64_t elements) {
-  return pointer == nullptr ? nullptr : pointer + elements;
-}
-
-template <typename T>
-void run(const Context& context, const AutoencoderForwardArguments& call) {
-  using A = Accumulator<T>;
-  Walk<T> walk(context, call.sizes, call.parameters, call.parameter_dtype, false);
-  const std::int64_t width = std::int64_t{call.sizes.frames} * call.sizes.n_mels;
-  for (std::int64_t row = 0; row < call.sizes.rows; row += walk.rows_at_once()) {
-    const std::int64_t rows = std::min(walk.rows_at_once(), call.sizes.rows - row);
-    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
-    walk.encode(x, call.x_stride, rows);
-    if (call.projection != nullptr) {
-      walk.write_projection(static_cast<A*>(call.projection) + row * call.sizes.latent, rows);
-    }
-    if (call.z != nullptr) walk.write_z(static_cast<T*>(call.z) + row * call.sizes.latent, rows);
-    if (call.out == nullptr && call.score == nullptr) continue;
-    walk.decode(rows);
-    if (call.out != nullptr) walk.write_out(static_cast<T*>(call.out) + row * width, rows);
-    if (call.score != nullptr) {
-      walk.write_score(x, call.x_stride, static_cast<A*>(call.score) + row, rows);
-    }
-  }
-}
-
-template <typename T>
-void run(const Context& context, const AutoencoderBackwardArguments& call) {
-  using A = Accumulator<T>;
-  Walk<T> walk(context, call.sizes, call.parameters, call.parameter_dtype, true);
-  bool parameters = false;
-  for (int i = 0; i < kTensors; ++i) parameters |= tensor(call.gradients, i) != nullptr;
-  if (parameters) walk.clear_gradients();
-  const std::int64_t width = std::int64_t{call.sizes.frames} * call.sizes.n_mels;
-  for (std::int64_t row = 0; row < call.sizes.rows; row += walk.rows_at_once()) {
-    const std::int64_t rows = std::min(walk.rows_at_once(), call.sizes.rows - row);
-    const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
-    walk.encode(x, call.x_stride, rows);
-    if (call.d_out != nullptr || call.d_score != nullptr) walk.decode(rows);
-    walk.backward(x, call.x_stride, advance(static_cast<const T*>(call.d_out), row * width),
-                  advance(static_cast<const A*>(call.d_score), row),
-                  advance(static_cast<const T*>(call.d_z), row * call.sizes.latent),
-                  advance(static_cast<T*>(call.dx), row * width), rows, parameters);
-  }
-  if (parameters) walk.write_gradients(call.gradients, call.parameter_dtype);
-}
 
 }  // namespace
 
 void autoencoder_general_run(const Context& context, const AutoencoderForwardArguments& call) {
-  dispatch_dtype(call.dtype, [&]<typename T>(T) { run<T>(context, call); });
+  dispatch_dtype(call.dtype, [&]<typename T>(T) {
+    Walk<T> walk(context, call);
+    for (std::int64_t row = 0; row < call.sizes.rows; row += walk.chunk()) {
+      walk.forward(call, row, std::min(walk.chunk(), call.sizes.rows - row));
+    }
+  });
 }
 
 void autoencoder_general_run(const Context& context, const AutoencoderBackwardArguments& call) {
-  dispatch_dtype(call.dtype, [&]<typename T>(T) { run<T>(context, call); });
+  dispatch_dtype(call.dtype, [&]<typename T>(T) {
+    Walk<T> walk(context, call);
+    for (std::int64_t row = 0; row < call.sizes.rows; row += walk.chunk()) {
+      walk.backward(call, row, std::min(walk.chunk(), call.sizes.rows - row));
+    }
+    if (finishes(call)) walk.finish(call);
+  });
 }
 
 }  // namespace fusewise::cuda

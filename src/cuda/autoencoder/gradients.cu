@@ -6,15 +6,13 @@
 
 #include <algorithm>
 
+#include "cuda/autoencoder/finish.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/reduce.cuh"
-#include "cuda/vector.cuh"
 
 namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kFinishThreads = 1024;  // a block has one long sum for each of few results
 constexpr int kColumns = 64;  // of a block that adds; its four strands take every fourth summand
 
 __global__ void __launch_bounds__(kThreads) add_blocks_kernel(float* sums, int floats, int blocks) {
@@ -49,56 +47,13 @@ struct Finish {
   bool decodes;
 };
 
-template <typename W>
-__device__ __forceinline__ float read(const void* tensor, long long i) {
-  return to_accumulator<float>(static_cast<const W*>(tensor)[i]);
-}
-template <typename W>
-__device__ __forceinline__ void write(void* tensor, long long i, float value) {
-  if (tensor != nullptr) static_cast<W*>(tensor)[i] = from_accumulator<W>(value);
-}
-
-/// Input column k of a Linear behind a LayerNorm.
-template <typename W>
-__device__ void finish_linear(const float* q, const float* b, int outputs, int inputs, int stride,
-                              int k, const void* weight, const void* norm_weight,
-                              const void* norm_bias, void* d_weight, void* d_bias,
-                              void* d_norm_weight, void* d_norm_bias) {
-  __shared__ float parts[2][kFinishThreads / 32];
-  const float scale = read<W>(norm_weight, k), shift = read<W>(norm_bias, k);
-  float d_scale = 0, d_shift = 0;
-  for (int n = threadIdx.x; n < outputs; n += blockDim.x) {
-    const long long at = static_cast<long long>(n) * inputs + k;
-    const float w = read<W>(weight, at), q_n = q[n * stride + k], b_n = b[n];
-    d_scale += w * q_n;
-    d_shift += w * b_n;
-    write<W>(d_weight, at, q_n * scale + b_n * shift);
-    if (k == 0) write<W>(d_bias, n, b_n);
-  }
-  d_scale = warp_sum(d_scale);
-  d_shift = warp_sum(d_shift);
-  if (threadIdx.x % 32 == 0) {
-    parts[0][threadIdx.x / 32] = d_scale;
-    parts[1][threadIdx.x / 32] = d_shift;
-  }
-  __syncthreads();
-  if (threadIdx.x < 2) {
-    float sum = 0;
-    for (int i = 0; i < kFinishThreads / 32; ++i) sum += parts[threadIdx.x][i];
-    write<W>(threadIdx.x == 0 ? d_norm_weight : d_norm_bias, k, sum);
-  }
-}
-
 /// Row l of the basis: d = q_project + q_decode^T W_dec is the gradient of the normalised row u,
 /// and (d - u (u . d)) / norm that of the row itself.
 template <typename W>
 __device__ void finish_basis(const Finish& a, int l, float* row, float* scratch) {
-  __shared__ float parts[kFinishThreads / 32], along;
   const int width = a.frames * a.slice_latent;
   const int latents = 16 * a.layout.latents, mels = 16 * a.layout.mels,
             slices = 16 * a.layout.slices;
-  const float inverse = a.inverse_norm[l];
-  const long long begin = static_cast<long long>(l) * width;
   block_sum(
       a.decodes ? a.n_mels : 1, width, scratch,
       [&](int i, int step, int k) {
@@ -114,24 +69,8 @@ __device__ void finish_basis(const Finish& a, int l, float* row, float* scratch)
         return sum;
       },
       [&](int k, float sum) { row[k] = sum; });
-  float dot = 0;
-  for (int i = threadIdx.x; i < width; i += blockDim.x) {
-    dot += row[i] * (read<W>(a.parameters.basis, begin + i) * inverse);
-  }
-  dot = warp_sum(dot);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = dot;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    float sum = 0;
-    for (int i = 0; i < kFinishThreads / 32; ++i) sum += parts[i];
-    // Below the smallest norm the divisor is a constant.
-    along = inverse >= 1e12f ? 0.f : sum;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < width; i += blockDim.x) {
-    const float u = read<W>(a.parameters.basis, begin + i) * inverse;
-    write<W>(a.gradients.basis, begin + i, (row[i] - u * along) * inverse);
-  }
+  finish_basis_vector<W>(a.parameters.basis, a.gradients.basis, static_cast<long long>(l) * width,
+                         width, a.inverse_norm[l], row);
 }
 
 /// Row m of the decoder's weights: sum over f of q_decode_f B^_f.
@@ -177,18 +116,21 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
   b -= a.latent;
   if (b < a.n_mels) return finish_decoder<W>(a, b, scratch);
   b -= a.n_mels;
+  const NormedLinear encoder{p.norm_weight, p.norm_bias,      p.encoder_weight, g.norm_weight,
+                             g.norm_bias,   g.encoder_weight, g.encoder_bias};
+  const NormedLinear mid{p.mid_norm_weight, p.mid_norm_bias, p.mid_weight, g.mid_norm_weight,
+                         g.mid_norm_bias,   g.mid_weight,    g.mid_bias};
+  const auto finish = [&](const NormedLinear& linear, int q, int bias, int outputs, int inputs,
+                          int stride, int k) {
+    if (!linear.wanted()) return;
+    finish_linear<W>(
+        linear, a.sums + q, stride, [&](int n) { return a.sums[bias + n]; }, outputs, inputs, k);
+  };
   if (b < a.n_mels) {
-    if (!(g.norm_weight || g.norm_bias || g.encoder_weight || g.encoder_bias)) return;
-    return finish_linear<W>(a.sums + a.at.q_encode, a.sums + a.at.b_encode, a.slice_latent,
-                            a.n_mels, 16 * a.layout.mels, b, p.encoder_weight, p.norm_weight,
-                            p.norm_bias, g.encoder_weight, g.encoder_bias, g.norm_weight,
-                            g.norm_bias);
+    return finish(encoder, a.at.q_encode, a.at.b_encode, a.slice_latent, a.n_mels,
+                  16 * a.layout.mels, b);
   }
-  b -= a.n_mels;
-  if (!(g.mid_norm_weight || g.mid_norm_bias || g.mid_weight || g.mid_bias)) return;
-  finish_linear<W>(a.sums + a.at.q_mid, a.sums + a.at.b_mid, a.latent, a.latent,
-                   16 * a.layout.latents, b, p.mid_weight, p.mid_norm_weight, p.mid_norm_bias,
-                   g.mid_weight, g.mid_bias, g.mid_norm_weight, g.mid_norm_bias);
+  finish(mid, a.at.q_mid, a.at.b_mid, a.latent, a.latent, 16 * a.layout.latents, b - a.n_mels);
 }
 
 }  // namespace

@@ -168,7 +168,12 @@ bool done_without_rows(const Context& context, const AutoencoderBackward& call) 
 
 template <typename Call>
 std::string fused_declines(const Context& context, const Call& call) {
-  return autoencoder_fused_declines(context, arguments(call));
+  const auto a = arguments(call);
+  std::string reason = autoencoder_fused_declines(context, a);
+  if (reason.empty() && autoencoder_products_are_faster(context, a)) {
+    return "for so many rows of these sizes, plain products are faster";
+  }
+  return reason;
 }
 
 template <typename Call>

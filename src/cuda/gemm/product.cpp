@@ -139,11 +139,11 @@ std::string written(const Algorithm& algorithm) {
 
 void run(const Context& context, const Product& p, Description& description,
          const Algorithm& algorithm, void* workspace, double factor = 1) {
-  const double zero = 0;
-  const float factor32 = static_cast<float>(factor), zero32 = 0;
+  const double kept = p.add ? 1 : 0;
+  const float factor32 = static_cast<float>(factor), kept32 = static_cast<float>(kept);
   const bool f64 = p.dtype == DType::f64;
   const void* alpha = f64 ? static_cast<const void*>(&factor) : &factor32;
-  const void* beta = f64 ? static_cast<const void*>(&zero) : &zero32;
+  const void* beta = f64 ? static_cast<const void*>(&kept) : &kept32;
   check_blas(
       cublasLtMatmul(handle_of(context.device), &description.operation, alpha, p.b.data,
                      &description.a, p.a.data, &description.b, beta, p.d.data, &description.d,
@@ -430,6 +430,8 @@ struct PreparedProduct::State {
   Algorithm algorithm{};
 
   State(const Context& context, const Product& product) : p(product) {
+    check(!p.add || (p.bias == nullptr && p.epilogue == Epilogue::none && !p.math.tune),
+          "a product that adds has no bias, no epilogue and no tuning");
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const std::int64_t size = size_of(p.dtype);
     if (p.inner == 0) {  // nothing to sum up: as a product of zeros

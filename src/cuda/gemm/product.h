@@ -24,6 +24,7 @@ struct Product {
   const void* bias = nullptr;  ///< [columns]
   Epilogue epilogue = Epilogue::none;
   ProductMath math{};
+  bool add = false;  ///< to what d has; without bias, epilogue and tuning, which overwrites d
 };
 
 void multiply(const Context& context, const Product& product);

@@ -1,0 +1,83 @@
+#pragma once
+
+// From sums over rows to the gradients of parameters, by a block for each row or column of one.
+
+#include "cuda/reduce.cuh"
+#include "cuda/vector.cuh"
+
+namespace fusewise::cuda::autoencoder {
+
+inline constexpr int kFinishThreads = 1024;  // a block has one long sum for each of few results
+
+template <typename W>
+__device__ __forceinline__ Accumulator<W> read(const void* tensor, long long i) {
+  return to_accumulator<Accumulator<W>>(static_cast<const W*>(tensor)[i]);
+}
+template <typename W>
+__device__ __forceinline__ void write(void* tensor, long long i, Accumulator<W> value) {
+  if (tensor != nullptr) static_cast<W*>(tensor)[i] = from_accumulator<W>(value);
+}
+
+/// The sum over a block of kFinishThreads threads, for all of them.
+template <typename A>
+__device__ __forceinline__ A block_total(A value) {
+  __shared__ A parts[kFinishThreads / 32];
+  value = warp_sum(value);
+  __syncthreads();  // nobody reads the total before
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+  __syncthreads();
+  A sum = 0;
+  for (int i = 0; i < kFinishThreads / 32; ++i) sum += parts[i];
+  return sum;
+}
+
+/// A LayerNorm's affine part and the Linear behind it.
+struct NormedLinear {
+  const void *norm_weight, *norm_bias, *weight;
+  void *d_norm_weight, *d_norm_bias, *d_weight, *d_bias;
+
+  __device__ bool wanted() const { return d_norm_weight || d_norm_bias || d_weight || d_bias; }
+};
+
+/// Input column k, from q = sum d^T n, rows of `stride` values, and b(i) = sum d_i: d is the
+/// gradient of the Linear's result, n the normalised input.
+template <typename W, typename Bias>
+__device__ void finish_linear(const NormedLinear& p, const Accumulator<W>* q, int stride, Bias b,
+                              int outputs, int inputs, int k) {
+  using A = Accumulator<W>;
+  const A scale = read<W>(p.norm_weight, k), shift = read<W>(p.norm_bias, k);
+  A d_scale = 0, d_shift = 0;
+  for (int n = threadIdx.x; n < outputs; n += blockDim.x) {
+    const long long at = static_cast<long long>(n) * inputs + k;
+    const A w = read<W>(p.weight, at), q_n = q[static_cast<long long>(n) * stride + k], b_n = b(n);
+    d_scale += w * q_n;
+    d_shift += w * b_n;
+    write<W>(p.d_weight, at, q_n * scale + b_n * shift);
+    if (k == 0) write<W>(p.d_bias, n, b_n);
+  }
+  d_scale = block_total(d_scale);
+  d_shift = block_total(d_shift);
+  if (threadIdx.x > 0) return;
+  write<W>(p.d_norm_weight, k, d_scale);
+  write<W>(p.d_norm_bias, k, d_shift);
+}
+
+/// A vector of the basis, of `width` values, from the gradient of it divided by its norm.
+template <typename W>
+__device__ void finish_basis_vector(const void* basis, void* d_basis, long long begin, int width,
+                                    Accumulator<W> inverse_norm, const Accumulator<W>* d_unit) {
+  using A = Accumulator<W>;
+  A along = 0;
+  for (int i = threadIdx.x; i < width; i += blockDim.x) {
+    along += d_unit[i] * (read<W>(basis, begin + i) * inverse_norm);
+  }
+  along = block_total(along);
+  // Below the smallest norm the divisor is a constant.
+  if (inverse_norm >= A(1e12)) along = 0;
+  for (int i = threadIdx.x; i < width; i += blockDim.x) {
+    const A unit = read<W>(basis, begin + i) * inverse_norm;
+    write<W>(d_basis, begin + i, (d_unit[i] - unit * along) * inverse_norm);
+  }
+}
+
+}  // namespace fusewise::cuda::autoencoder
