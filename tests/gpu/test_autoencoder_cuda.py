@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_helpers import slow_down
 
 import fusewise
 from autoencoder_reference import (
@@ -38,11 +39,6 @@ def precision(name):
         yield
     finally:
         matmul.fp32_precision = before
-
-
-def slow_down(milliseconds=20):
-    """Keeps the current stream busy, so that work on a wrong stream overtakes it."""
-    torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 
 @pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16", "fp16-fp32"])
@@ -86,6 +82,36 @@ def test_other_frames_of_the_default_model(frames, dtypes):
     """Where backward's kernel for five of them does not apply."""
     for rows, output in itertools.product((16, 3000), OUTPUTS):
         make_case(rows, DEFAULT | {"frames": frames}, "cuda", DTYPES[dtypes], output=output).check()
+
+
+WIDE = {"n_mels": 128, "frames": 8, "latent": 64, "slice_latent": 128}
+HUGE = {"n_mels": 250, "frames": 3, "latent": 77, "slice_latent": 190}
+
+
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16", "fp16-fp32", "fp64"])
+@pytest.mark.parametrize("sizes", [WIDE, HUGE], ids=["wide", "huge"])
+def test_sizes_for_which_products_are_faster(sizes, dtypes):
+    for rows, output in itertools.product((40, 300, 3000), OUTPUTS):
+        case = make_case(rows, sizes, "cuda", DTYPES[dtypes], output=output)
+        assert case.check_every_implementation() == {"general"}
+
+
+@pytest.mark.parametrize("output", ["reconstruction", "score"])
+@pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
+def test_products_of_more_rows_than_are_taken_together(dtypes, output):
+    case = make_case(65537, DEFAULT, "cuda", DTYPES[dtypes], output=output)
+    with fusewise.implementation(autoencoder="general", autoencoder_backward="general"):
+        case.check()
+
+
+def test_the_list_says_when_products_are_faster():
+    for sizes, chosen in ((DEFAULT, "fused"), (WIDE, "general")):
+        case = make_case(600, sizes, "cuda")
+        case.x.requires_grad_()
+        for record in fusewise.explain(autoencoder, *case.inputs):
+            assert record.chosen == chosen
+            if chosen == "general":
+                assert "products are faster" in record.candidates[0].reason
 
 
 @pytest.mark.parametrize("rows", [40, 700])

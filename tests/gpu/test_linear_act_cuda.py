@@ -3,12 +3,12 @@
 The matrix of dtypes, layouts and functions is in tests/python and runs on the GPU too.
 """
 
-import gc
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from gpu_helpers import allocated, comes_back_to, fails_with_out_of_memory, peak, slow_down
 
 import fusewise
 from fusewise.functional import linear_act, mlp
@@ -27,11 +27,6 @@ from linear_reference import (
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-def slow_down(milliseconds=20):
-    """Keeps the current stream busy, so that work on a wrong stream overtakes it."""
-    torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 
 # --- every implementation -----------------------------------------------------------------------
@@ -345,21 +340,6 @@ def test_deterministic_algorithms(monkeypatch):
 # --- memory -------------------------------------------------------------------------------------
 
 
-def allocated():
-    gc.collect()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
-
-
-def fails_with_out_of_memory(fn):
-    """Whether `fn` raises torch's own error; keeps no frame, and so no tensor, alive."""
-    try:
-        fn()
-    except torch.OutOfMemoryError as error:
-        return "out of memory" in str(error)
-    return False
-
-
 def test_out_of_memory_forward():
     """Inputs without features cost nothing, their result 2^45 bytes."""
     x = torch.zeros(2**22, 0, device="cuda", dtype=torch.float16)
@@ -374,7 +354,7 @@ def test_out_of_memory_forward():
                 lambda w=w, a=activation, last=last: mlp(x, [w, last], None, a)
             )
     del w, last
-    assert allocated() == before
+    assert comes_back_to(before)
     assert linear_act(*small.arguments).isfinite().all()
 
 
@@ -405,7 +385,7 @@ def test_out_of_memory_backward(activation):
                 pass
             kept = allocated()
             assert fails_with_out_of_memory(backward)
-            assert allocated() == kept
+            assert comes_back_to(kept)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         plugs.clear()
@@ -413,17 +393,7 @@ def test_out_of_memory_backward(activation):
 
     before = allocated()
     attempt()
-    assert allocated() == before
-
-
-def peak(step):
-    """The most memory that a step needs beyond what is there before it."""
-    step()
-    before = allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    assert comes_back_to(before)
 
 
 def training_peak(case, fn):
@@ -468,7 +438,7 @@ def test_memory_is_flat_over_many_calls(case):
     for _ in range(200):
         gradients(case)
         gradients(stack)
-    assert allocated() == before
+    assert comes_back_to(before)
 
 
 # --- the file of measured algorithms ------------------------------------------------------------

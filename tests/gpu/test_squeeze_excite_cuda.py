@@ -3,10 +3,9 @@
 The matrix of dtypes, layouts and functions is in tests/python and runs on the GPU too.
 """
 
-import gc
-
 import pytest
 import torch
+from gpu_helpers import allocated, comes_back_to, fails_with_out_of_memory, peak, slow_down
 
 import fusewise
 from fusewise import _ops
@@ -26,11 +25,6 @@ from reference import (
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-def slow_down(milliseconds=20):
-    """Keeps the current stream busy, so that work on a wrong stream overtakes it."""
-    torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 
 def hopper():
@@ -230,21 +224,6 @@ def test_second_device_while_the_first_is_current():
 # --- memory -------------------------------------------------------------------------------------
 
 
-def allocated():
-    gc.collect()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
-
-
-def fails_with_out_of_memory(fn):
-    """Whether `fn` raises torch's own error; keeps no frame, and so no tensor, alive."""
-    try:
-        fn()
-    except torch.OutOfMemoryError as error:
-        return "out of memory" in str(error)
-    return False
-
-
 def test_out_of_memory_forward():
     """An expanded x costs nothing, its result 2^45 bytes."""
     x = torch.zeros(1, 1, 1, 1, device="cuda", dtype=torch.float16).expand(1, 1, 2**22, 2**22)
@@ -253,7 +232,7 @@ def test_out_of_memory_forward():
     for learned in (False, True):
         small.w1.requires_grad_(learned)
         assert fails_with_out_of_memory(lambda: squeeze_excite(x, *small.inputs[1:]))
-    assert allocated() == before
+    assert comes_back_to(before)
     assert squeeze_excite(*small.arguments).isfinite().all()
 
 
@@ -283,7 +262,7 @@ def test_out_of_memory_backward():
                 pass
             kept = allocated()
             assert fails_with_out_of_memory(backward)
-            assert allocated() == kept
+            assert comes_back_to(kept)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         plugs.clear()
@@ -291,17 +270,7 @@ def test_out_of_memory_backward():
 
     before = allocated()
     attempt()
-    assert allocated() == before
-
-
-def peak(step):
-    """The most memory that a step needs beyond what is there before it."""
-    step()
-    before = allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    assert comes_back_to(before)
 
 
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
@@ -330,7 +299,7 @@ def test_memory_is_flat_over_many_calls(case):
     before = allocated()
     for _ in range(200):
         gradients(squeeze_excite, case)
-    assert allocated() == before
+    assert comes_back_to(before)
 
 
 # --- whole models -------------------------------------------------------------------------------

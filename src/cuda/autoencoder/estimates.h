@@ -34,16 +34,19 @@ inline bool products_are_faster(const AutoencoderForwardArguments& call) {
                        : call.dtype == DType::f32
                            ? 10 + fused_work(s) * (0.45 + 0.3 * few + 0.9 * waves(s))
                            : 15 + fused_work(s) * (0.3 + 0.2 * few + 0.6 * waves(s));
-  return 35 + products_traffic(s) * (exact ? 0.010 : 0.008) < fused;
+  const double rate = exact ? 0.010 : call.dtype == DType::f32 ? 0.008 : 0.006;
+  return 35 + products_traffic(s) * rate < fused;
 }
 
 /// known_sizes: a kernel for sizes that the compiler knew.
 inline bool products_are_faster(const AutoencoderBackwardArguments& call, bool known_sizes) {
   const AutoencoderSizes& s = call.sizes;
   const bool exact = call.dtype == DType::f32 && !call.tf32;
-  const double rate = known_sizes ? (exact ? 1.75 : 1.15) : (exact ? 4.1 : 2.6);
-  const double fused = (known_sizes ? 5 : 50) + fused_work(s) * rate * std::max(1., 1.2 * waves(s));
-  return 85 + products_traffic(s) * (exact ? 0.023 : 0.017) < fused;
+  const double work = fused_work(s) * std::max(1., 1.2 * waves(s));
+  const double fused =
+      known_sizes ? 5 + work * (exact ? 1.75 : 1.15) : 50 + work * (exact ? 4.1 : 2.6);
+  const double rate = exact ? 0.023 : call.dtype == DType::f32 ? 0.017 : 0.0125;
+  return 85 + products_traffic(s) * rate < fused;
 }
 
 }  // namespace fusewise::cuda::autoencoder

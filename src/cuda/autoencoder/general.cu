@@ -1,7 +1,8 @@
 // The autoencoder and its gradients for any sizes and types: the vendor's products, some rows at a
-// time, with every intermediate result in scratch memory, in float32 (float64 for float64). What is
-// folded into the weights, and which sums the gradients follow from, is as in the fused kernels.
-// Bound by the products where matrices are large, by launches where they are small.
+// time, with every intermediate result in scratch memory; those of whole rows in x's type, latents
+// and sums in float32 (float64 for float64). What is folded into the weights, and which sums the
+// gradients follow from, is as in the fused kernels. Bound by memory where rows are many, by
+// launches where they are few.
 
 #include "cuda/autoencoder/general.cuh"
 
@@ -32,7 +33,7 @@ constexpr std::int64_t kRowsApart = 16;  // chunks begin at multiples, so that t
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     normalise_kernel(const T* in, long long row_stride, int frames, long long groups, int columns,
-                     A* normal, A* inverse_deviation) {
+                     T* normal, A* inverse_deviation) {
   const int lane = threadIdx.x % 32;
   const long long group = (blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x) / 32;
   if (group >= groups) return;
@@ -48,31 +49,32 @@ __global__ void __launch_bounds__(kThreads)
   const A inverse = A(1) / sqrt(warp_sum(squares) / A(columns) + A(1e-5));
   if (lane == 0) inverse_deviation[group] = inverse;
   for (int i = lane; i < columns; i += 32) {
-    normal[group * columns + i] = (to_accumulator<A>(row[i]) - mean) * inverse;
+    normal[group * columns + i] = from_accumulator<T>((to_accumulator<A>(row[i]) - mean) * inverse);
   }
 }
 
-/// From the gradient of `normal` to that of what was normalised, or that added to `out`, which may
-/// be `d`.
-template <typename T, typename A>
+/// From the gradient of `normal` to that of what was normalised, or that added to `out`.
+template <typename T, typename A, typename Out>
 __global__ void __launch_bounds__(kThreads)
-    normalise_backward_kernel(const A* d, const A* normal, const A* inverse_deviation,
-                              long long groups, int columns, T* out, bool add) {
+    normalise_backward_kernel(const T* d, const T* normal, const A* inverse_deviation,
+                              long long groups, int columns, Out* out, bool add) {
   const int lane = threadIdx.x % 32;
   const long long group = (blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x) / 32;
   if (group >= groups) return;
-  const long long begin = group * columns;
+  d += group * columns, normal += group * columns, out += group * columns;
   A sum = 0, product = 0;
   for (int i = lane; i < columns; i += 32) {
-    sum += d[begin + i];
-    product += d[begin + i] * normal[begin + i];
+    const A value = to_accumulator<A>(d[i]);
+    sum += value;
+    product += value * to_accumulator<A>(normal[i]);
   }
   sum = warp_sum(sum) / A(columns);
   product = warp_sum(product) / A(columns);
   const A inverse = inverse_deviation[group];
   for (int i = lane; i < columns; i += 32) {
-    const A value = inverse * (d[begin + i] - sum - normal[begin + i] * product);
-    out[begin + i] = from_accumulator<T>(add ? to_accumulator<A>(out[begin + i]) + value : value);
+    const A value =
+        inverse * (to_accumulator<A>(d[i]) - sum - to_accumulator<A>(normal[i]) * product);
+    out[i] = from_accumulator<Out>(add ? to_accumulator<A>(out[i]) + value : value);
   }
 }
 
@@ -96,11 +98,12 @@ struct Add {
   __device__ void operator()(long long i) const { out[i] += to_accumulator<A>(in[i]); }
 };
 
-/// dy = d_out + 2 / width * d_score * (y - x), in place of y; the second part with the other sign
-/// is x's own share of the gradient.
+/// dy = d_out + 2 / width * d_score * (y - x), which may be in place of y; the second part with the
+/// other sign is x's own share of the gradient.
 template <typename T, typename A>
 struct OutputGradient {
-  A* y;
+  const A* y;
+  T* dy;
   const T* d_out;
   const A* d_score;
   const T* x;
@@ -108,13 +111,10 @@ struct OutputGradient {
   T* dx;
   __device__ void operator()(long long i) const {
     const long long row = i / width;
-    A d = 0;
-    if (d_score != nullptr) {
-      d = A(2) / A(width) * d_score[row] *
-          (y[i] - to_accumulator<A>(x[row * x_stride + i - row * width]));
-    }
-    y[i] = d + (d_out != nullptr ? to_accumulator<A>(d_out[i]) : A(0));
-    if (d_score != nullptr && dx != nullptr) dx[i] = from_accumulator<T>(-d);
+    const A d = A(2) / A(width) * d_score[row] *
+                (y[i] - to_accumulator<A>(x[row * x_stride + i - row * width]));
+    dy[i] = from_accumulator<T>(d + (d_out != nullptr ? to_accumulator<A>(d_out[i]) : A(0)));
+    if (dx != nullptr) dx[i] = from_accumulator<T>(-d);
   }
 };
 
@@ -148,36 +148,40 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- kernels of the parameters
 
-/// What the products take.
-template <typename A>
+/// What the products take. Beside halves some are there twice: what is made of parameters alone,
+/// and the score, is rounded once.
+template <typename T, typename A>
 struct Prepared {
-  A *encoder, *encoder_bias;  ///< [S, M], [S]: with LayerNorm's weight and bias
+  T *encoder, *encoder_bias;  ///< [S, M], [S]: with LayerNorm's weight and bias
   A *mid, *mid_bias;          ///< [L, L], [L]: likewise
-  A *unit, *inverse_norm;     ///< [L, F S], [L]: the basis, each vector of length one
+  A* inverse_norm;            ///< [L], of the basis
+  A* unit;                    ///< [L, F S]: the basis, each vector of length one
   A* decoder;                 ///< [M, S]
   A *decode, *decode_bias;    ///< [L, F M], [F M]: unit times decoder
+  T *unit_of_rows, *decode_of_rows, *decode_bias_of_rows;
 };
 
 /// Row n of a Linear that takes in the LayerNorm before it.
-template <typename W, typename A>
+template <typename W, typename To>
 __device__ void fold_row(int n, int inputs, const void* weight, const void* bias,
-                         const void* norm_weight, const void* norm_bias, A* folded,
-                         A* folded_bias) {
+                         const void* norm_weight, const void* norm_bias, To* folded,
+                         To* folded_bias) {
+  using A = Accumulator<W>;
   A sum = 0;
   for (int k = threadIdx.x; k < inputs; k += blockDim.x) {
     const long long at = static_cast<long long>(n) * inputs + k;
     const A w = read<W>(weight, at);
-    folded[at] = w * read<W>(norm_weight, k);
+    folded[at] = from_accumulator<To>(w * read<W>(norm_weight, k));
     sum += w * read<W>(norm_bias, k);
   }
   sum = block_total(sum);
-  if (threadIdx.x == 0) folded_bias[n] = read<W>(bias, n) + sum;
+  if (threadIdx.x == 0) folded_bias[n] = from_accumulator<To>(read<W>(bias, n) + sum);
 }
 
 /// A block for each vector of the basis and for each row of the other matrices. All but `decode`.
-template <typename W, typename A>
+template <typename W, typename T, typename A>
 __global__ void __launch_bounds__(kFinishThreads)
-    prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<A> to) {
+    prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<T, A> to) {
   int b = blockIdx.x;
   if (b < s.latent) {
     const long long width = static_cast<long long>(s.frames) * s.slice_latent, begin = b * width;
@@ -191,7 +195,9 @@ __global__ void __launch_bounds__(kFinishThreads)
     const A inverse = norm < A(1e-12) ? A(1e12) : A(1) / norm;
     if (threadIdx.x == 0) to.inverse_norm[b] = inverse;
     for (long long k = threadIdx.x; k < width; k += blockDim.x) {
-      to.unit[begin + k] = read<W>(p.basis, begin + k) * inverse;
+      const A value = read<W>(p.basis, begin + k) * inverse;
+      to.unit[begin + k] = value;
+      if constexpr (!std::is_same_v<T, A>) to.unit_of_rows[begin + k] = from_accumulator<T>(value);
     }
     return;
   }
@@ -211,7 +217,10 @@ __global__ void __launch_bounds__(kFinishThreads)
     to.decoder[at] = read<W>(p.decoder_weight, at);
   }
   for (int f = threadIdx.x; f < s.frames; f += blockDim.x) {
-    to.decode_bias[static_cast<long long>(f) * s.n_mels + b] = read<W>(p.decoder_bias, b);
+    const long long at = static_cast<long long>(f) * s.n_mels + b;
+    const A value = read<W>(p.decoder_bias, b);
+    to.decode_bias[at] = value;
+    if constexpr (!std::is_same_v<T, A>) to.decode_bias_of_rows[at] = from_accumulator<T>(value);
   }
 }
 
@@ -285,22 +294,49 @@ void dispatch_parameters(DType dtype, Body&& body) {
 
 /// Pieces of one memory, each where vectors and the vendor's kernels like it. Without a memory it
 /// counts.
-template <typename A>
 class Pieces {
  public:
-  explicit Pieces(A* memory) : memory_(memory) {}
-  A* take(std::int64_t count) {
-    const std::int64_t begin = used_;
-    used_ += divide_up(count, kAlignment) * kAlignment;
-    return memory_ == nullptr ? nullptr : memory_ + begin;
+  explicit Pieces(char* memory) : memory_(memory) {}
+  template <typename Element>
+  Element* take(std::int64_t count) {
+    const std::int64_t begin = bytes_;
+    bytes_ += divide_up(count * std::int64_t{sizeof(Element)}, kAlignment) * kAlignment;
+    return memory_ == nullptr ? nullptr : reinterpret_cast<Element*>(memory_ + begin);
   }
-  std::int64_t used() const { return used_; }
+  std::int64_t bytes() const { return bytes_; }
 
  private:
-  static constexpr std::int64_t kAlignment = 64;
-  A* memory_;
-  std::int64_t used_ = 0;
+  static constexpr std::int64_t kAlignment = 256;
+  char* memory_;
+  std::int64_t bytes_ = 0;
 };
+
+template <typename Element>
+constexpr DType kDType = DType::f32;
+template <>
+constexpr DType kDType<double> = DType::f64;
+template <>
+constexpr DType kDType<__half> = DType::f16;
+template <>
+constexpr DType kDType<__nv_bfloat16> = DType::bf16;
+
+/// A side of a product.
+template <typename Element>
+struct Side {
+  const Element* data;
+  std::int64_t stride;
+  bool transposed;
+
+  Matrix matrix() const { return {const_cast<Element*>(data), stride, transposed}; }
+};
+template <typename Element>
+Side<Element> as_is(const Element* data, std::int64_t stride) {
+  return {data, stride, false};
+}
+template <typename Element>
+Side<Element> transposed(const Element* data, std::int64_t stride) {
+  return {data, stride, true};
+}
 
 /// The steps of a chunk of rows, on scratch memory for the largest.
 template <typename T>
@@ -315,71 +351,39 @@ class Walk {
         width_(std::int64_t{s_.frames} * s_.n_mels),
         hidden_(std::int64_t{s_.frames} * s_.slice_latent),
         // Halves have no more bits than TF32.
-        math_{.tf32 = call.tf32 || sizeof(T) == 2, .tune = false},
-        chunks_(divide_up(s_.rows * row_values<Call>() * std::int64_t{sizeof(A)}, kMostRowBytes)),
+        tf32_(call.tf32 || sizeof(T) == 2),
+        chunks_(divide_up(s_.rows * row_bytes(call), kMostRowBytes)),
         chunk_(divide_up(divide_up(s_.rows, chunks_), kRowsApart) * kRowsApart),
-        memory_(context, lay_out<Call>(nullptr)) {
-    lay_out<Call>(memory_.data());
+        memory_(context, lay_out(call, nullptr)) {
+    lay_out(call, memory_.data());
     dispatch_parameters<A>(call.parameter_dtype, [&]<typename W>(W) {
       launch_kernel(
           {context_, 2 * std::int64_t{s_.latent} + s_.slice_latent + s_.n_mels, kFinishThreads},
-          "preparing the autoencoder's weights", prepare_kernel<W, A>, call.parameters, s_,
+          "preparing the autoencoder's weights", prepare_kernel<W, T, A>, call.parameters, s_,
           prepared_);
     });
-    const std::int64_t vectors = std::int64_t{s_.latent} * s_.frames;
-    multiply_exactly(vectors, s_.n_mels, s_.slice_latent, as_is(prepared_.unit, s_.slice_latent),
-                     transposed(prepared_.decoder, s_.slice_latent), prepared_.decode);
+    if (!decodes(call)) return;
+    multiply(vectors(), s_.n_mels, s_.slice_latent, as_is(prepared_.unit, s_.slice_latent),
+             transposed(prepared_.decoder, s_.slice_latent), prepared_.decode, kExact);
+    convert(prepared_.decode, prepared_.decode_of_rows, s_.latent * width_);
   }
 
   std::int64_t chunk() const { return chunk_; }
-
-  /// slices_.
-  void encode(const T* x, std::int64_t x_stride, std::int64_t rows) {
-    const std::int64_t m = s_.n_mels, h = s_.slice_latent, frames = rows * s_.frames;
-    normalise(x, x_stride, s_.frames, frames, s_.n_mels, normal_, inverse_);
-    multiply(frames, h, m, as_is(normal_, m), transposed(prepared_.encoder, m), before_,
-             prepared_.encoder_bias);
-    gelu(before_, slices_, frames, h);
-  }
-
-  /// c B^T.
-  void project(A* projection, std::int64_t rows) {
-    multiply(rows, s_.latent, hidden_, as_is(slices_, hidden_), transposed(prepared_.unit, hidden_),
-             projection);
-  }
-
-  void make_latent(const A* projection, A* z, std::int64_t rows) {
-    const std::int64_t l = s_.latent;
-    normalise(projection, l, 1, rows, s_.latent, mid_normal_, mid_inverse_);
-    multiply(rows, l, l, as_is(mid_normal_, l), transposed(prepared_.mid, l), mid_before_,
-             prepared_.mid_bias);
-    gelu(mid_before_, z, rows, l);
-  }
-
-  void decode(const A* z, A* y, std::int64_t rows) {
-    multiply(rows, width_, s_.latent, as_is(z, s_.latent), as_is(prepared_.decode, width_), y,
-             prepared_.decode_bias);
-  }
 
   void forward(const AutoencoderForwardArguments& call, std::int64_t row, std::int64_t rows) {
     const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
     A* projection = call.projection == nullptr ? projection_
                                                : static_cast<A*>(call.projection) + row * s_.latent;
-    T* z_out = call.z == nullptr ? nullptr : static_cast<T*>(call.z) + row * s_.latent;
+    T* z = call.z == nullptr ? z_of_rows_ : static_cast<T*>(call.z) + row * s_.latent;
     T* out = call.out == nullptr ? nullptr : static_cast<T*>(call.out) + row * width_;
     encode(x, call.x_stride, rows);
     project(projection, rows);
-    if (z_out == nullptr && out == nullptr && call.score == nullptr) return;
-    A* z = place_for(z_out, z_);
+    if (call.z == nullptr && !decodes(call)) return;
     make_latent(projection, z, rows);
-    write(z, z_out, rows * s_.latent);
-    if (out == nullptr && call.score == nullptr) return;
-    A* y = place_for(out, y_);
-    decode(z, y, rows);
-    write(y, out, rows * width_);
+    if (out != nullptr) decode(z, out, rows);
     if (call.score == nullptr) return;
     launch_kernel({context_, divide_up(32 * rows, kThreads), kThreads}, "scoring",
-                  score_kernel<T, A>, y, x, call.x_stride, rows, width_,
+                  score_kernel<T, A>, decode_exactly(z, rows), x, call.x_stride, rows, width_,
                   static_cast<A*>(call.score) + row);
   }
 
@@ -389,25 +393,24 @@ class Walk {
     const T* x = static_cast<const T*>(call.x) + row * call.x_stride;
     const T* d_z = call.d_z == nullptr ? nullptr : static_cast<const T*>(call.d_z) + row * l;
     T* dx = call.dx == nullptr ? nullptr : static_cast<T*>(call.dx) + row * width_;
-    const auto* projection = static_cast<const A*>(call.projection);
+    const A* kept =
+        call.projection == nullptr ? nullptr : static_cast<const A*>(call.projection) + row * l;
     const bool to_encoder = dx != nullptr || wanted.encode;
     A* biases = sums_.biases + row / chunk_ * (h + l + m);
     const bool add = row > 0;
 
-    if (projection == nullptr || to_encoder || wanted.project) encode(x, call.x_stride, rows);
-    if (projection == nullptr) {
-      project(projection_, rows);
-    } else {
-      projection += row * l;
-    }
-    make_latent(projection == nullptr ? projection_ : projection, z_, rows);
+    if (kept == nullptr || to_encoder || wanted.project) encode(x, call.x_stride, rows);
+    if (kept == nullptr) project(projection_, rows);
+    make_latent(kept == nullptr ? projection_ : kept, z_of_rows_, rows);
 
-    if (call.d_out != nullptr || call.d_score != nullptr) {
-      const A* dy = output_gradient(call, x, row, rows, dx);
-      multiply(rows, l, width_, as_is(dy, width_), transposed(prepared_.decode, width_), dz_);
+    if (decodes(call)) {
+      const T* dy = output_gradient(call, x, row, rows, dx);
+      multiply(rows, l, width_, as_is(dy, width_), transposed(prepared_.decode_of_rows, width_),
+               dz_);
       if (d_z != nullptr) each(context_, "adding z's gradient", rows * l, Add<T, A>{d_z, dz_});
       if (wanted.decode) {
-        multiply(l, width_, rows, transposed(z_, l), as_is(dy, width_), sums_.decode, nullptr, add);
+        multiply(l, width_, rows, transposed(z_of_rows_, l), as_is(dy, width_), sums_.decode,
+                 {.add = add});
         differentiate(context_, {.dy = view(dy, frames, m),
                                  .db = view(biases + h + l, m),
                                  .activation = Activation::identity});
@@ -422,24 +425,27 @@ class Walk {
 
     gelu_backward(dz_, mid_before_, rows, l, wanted.mid ? biases + h : nullptr);
     if (wanted.mid) {
-      multiply(l, l, rows, transposed(dz_, l), as_is(mid_normal_, l), sums_.mid, nullptr, add);
+      multiply(l, l, rows, transposed(dz_, l), as_is(mid_normal_, l), sums_.mid, {.add = add});
     }
     if (!to_encoder && !wanted.project) return;
 
-    // From here on the memory of `projection_` has its gradient.
+    // The memory of the latent gets the projection's gradient.
+    T* d_projection = z_of_rows_;
     multiply(rows, l, l, as_is(dz_, l), as_is(prepared_.mid, l), projection_);
-    normalise_backward(projection_, mid_normal_, mid_inverse_, rows, s_.latent, projection_, false);
+    normalise_backward(projection_, mid_normal_, mid_inverse_, rows, s_.latent, d_projection,
+                       false);
     if (wanted.project) {
-      multiply(l, hidden_, rows, transposed(projection_, l), as_is(slices_, hidden_), sums_.unit,
-               nullptr, add);
+      multiply(l, hidden_, rows, transposed(d_projection, l), as_is(slices_, hidden_), sums_.unit,
+               {.add = add});
     }
     if (!to_encoder) return;
 
     // And that of `slices_` theirs, then that in front of the GELU.
-    multiply(rows, hidden_, l, as_is(projection_, l), as_is(prepared_.unit, hidden_), slices_);
+    multiply(rows, hidden_, l, as_is(d_projection, l), as_is(prepared_.unit_of_rows, hidden_),
+             slices_);
     gelu_backward(slices_, before_, frames, h, wanted.encode ? biases : nullptr);
     if (wanted.encode) {
-      multiply(h, m, frames, transposed(slices_, h), as_is(normal_, m), sums_.encode, nullptr, add);
+      multiply(h, m, frames, transposed(slices_, h), as_is(normal_, m), sums_.encode, {.add = add});
     }
     if (dx == nullptr) return;
     multiply(frames, m, h, as_is(slices_, h), as_is(prepared_.encoder, m), y_);
@@ -450,181 +456,236 @@ class Walk {
   void finish(const AutoencoderBackwardArguments& call) {
     const WantedSums wanted = wanted_sums(call);
     const std::int64_t m = s_.n_mels, h = s_.slice_latent;
-    const std::int64_t vectors = std::int64_t{s_.latent} * s_.frames;
     if (wanted.decode && wanted.project) {
-      multiply_exactly(vectors, h, m, as_is(sums_.decode, m), as_is(prepared_.decoder, h),
-                       sums_.unit, true);
+      multiply(vectors(), h, m, as_is(sums_.decode, m), as_is(prepared_.decoder, h), sums_.unit,
+               {.add = true, .exact = true});
     }
     if (wanted.decode && call.gradients.decoder_weight != nullptr) {
-      multiply_exactly(m, h, vectors, transposed(sums_.decode, m), as_is(prepared_.unit, h),
-                       sums_.decoder);
+      multiply(m, h, vectors(), transposed(sums_.decode, m), as_is(prepared_.unit, h),
+               sums_.decoder, kExact);
     }
     dispatch_parameters<A>(call.parameter_dtype, [&]<typename W>(W) {
       launch_kernel({context_, 2 * (std::int64_t{s_.latent} + s_.n_mels), kFinishThreads},
                     "computing the autoencoder's gradients", finish_kernel<W, A>, call.parameters,
-                    call.gradients, s_, prepared_.inverse_norm, sums_,
-                    call.d_out != nullptr || call.d_score != nullptr);
+                    call.gradients, s_, prepared_.inverse_norm, sums_, decodes(call));
     });
   }
 
  private:
-  static constexpr DType kType = std::is_same_v<A, double> ? DType::f64 : DType::f32;
   template <typename Call>
   static constexpr bool kBackward = std::is_same_v<Call, AutoencoderBackwardArguments>;
 
-  template <typename Call>
-  std::int64_t row_values() const {
-    return (kBackward<Call> ? 2 : 1) * (width_ + hidden_) + s_.frames + 5 * s_.latent + 1;
+  static bool decodes(const AutoencoderForwardArguments& call) {
+    return call.out != nullptr || call.score != nullptr;
+  }
+  static bool decodes(const AutoencoderBackwardArguments& call) {
+    return call.d_out != nullptr || call.d_score != nullptr;
   }
 
-  /// Returns how much memory it takes.
+  struct Options {
+    bool add = false;
+    bool exact = false;  ///< of parameters alone: it takes no time, so that it need not round
+  };
+  static constexpr Options kExact{.exact = true};
+
+  static bool scores(const AutoencoderForwardArguments& call) { return call.score != nullptr; }
+  static bool scores(const AutoencoderBackwardArguments& call) { return call.d_score != nullptr; }
+
+  static constexpr bool kTwice = !std::is_same_v<T, A>;
+
   template <typename Call>
-  std::int64_t lay_out(A* memory) {
-    Pieces<A> pieces(memory);
+  std::int64_t row_bytes(const Call& call) const {
+    const std::int64_t wide = (kBackward<Call> ? 2 : 1) * (width_ + hidden_) + s_.latent;
+    const std::int64_t exact =
+        s_.frames + 1 + 4 * std::int64_t{s_.latent} + (kTwice && scores(call) ? width_ : 0);
+    return wide * std::int64_t{sizeof(T)} + exact * std::int64_t{sizeof(A)};
+  }
+
+  /// Returns how many bytes it takes.
+  template <typename Call>
+  std::int64_t lay_out(const Call& call, char* memory) {
+    Pieces pieces(memory);
     const std::int64_t m = s_.n_mels, l = s_.latent, h = s_.slice_latent;
-    prepared_ = {.encoder = pieces.take(h * m),
-                 .encoder_bias = pieces.take(h),
-                 .mid = pieces.take(l * l),
-                 .mid_bias = pieces.take(l),
-                 .unit = pieces.take(l * hidden_),
-                 .inverse_norm = pieces.take(l),
-                 .decoder = pieces.take(m * h),
-                 .decode = pieces.take(l * width_),
-                 .decode_bias = pieces.take(width_)};
-    const std::int64_t r = std::min(chunk_, s_.rows);
-    normal_ = pieces.take(r * width_);
-    before_ = pieces.take(r * hidden_);
-    projection_ = pieces.take(r * l);
-    mid_normal_ = pieces.take(r * l);
-    mid_before_ = pieces.take(r * l);
-    z_ = pieces.take(r * l);
-    dz_ = pieces.take(r * l);
-    inverse_ = pieces.take(r * s_.frames);
-    mid_inverse_ = pieces.take(r);
-    // Forward needs what it overwrites no more.
-    slices_ = kBackward<Call> ? pieces.take(r * hidden_) : before_;
-    y_ = kBackward<Call> ? pieces.take(r * width_) : normal_;
-    if (kBackward<Call>) {
-      sums_ = {.encode = pieces.take(h * m),
-               .mid = pieces.take(l * l),
-               .unit = pieces.take(l * hidden_),
-               .decode = pieces.take(l * width_),
-               .decoder = pieces.take(m * h),
-               .biases = pieces.take(chunks_ * (h + l + m)),
-               .chunks = divide_up(s_.rows, chunk_)};
+    prepared_.encoder = pieces.take<T>(h * m);
+    prepared_.encoder_bias = pieces.take<T>(h);
+    prepared_.mid = pieces.take<A>(l * l);
+    prepared_.mid_bias = pieces.take<A>(l);
+    prepared_.inverse_norm = pieces.take<A>(l);
+    prepared_.unit = pieces.take<A>(l * hidden_);
+    prepared_.decoder = pieces.take<A>(m * h);
+    prepared_.decode = pieces.take<A>(l * width_);
+    prepared_.decode_bias = pieces.take<A>(width_);
+    if constexpr (kTwice) {
+      prepared_.unit_of_rows = pieces.take<T>(l * hidden_);
+      prepared_.decode_of_rows = pieces.take<T>(l * width_);
+      prepared_.decode_bias_of_rows = pieces.take<T>(width_);
+    } else {
+      prepared_.unit_of_rows = prepared_.unit;
+      prepared_.decode_of_rows = prepared_.decode;
+      prepared_.decode_bias_of_rows = prepared_.decode_bias;
     }
-    return pieces.used();
+    const std::int64_t r = std::min(chunk_, s_.rows);
+    normal_ = pieces.take<T>(r * width_);
+    before_ = pieces.take<T>(r * hidden_);
+    projection_ = pieces.take<A>(r * l);
+    mid_normal_ = pieces.take<A>(r * l);
+    mid_before_ = pieces.take<A>(r * l);
+    dz_ = pieces.take<A>(r * l);
+    z_of_rows_ = pieces.take<T>(r * l);
+    inverse_ = pieces.take<A>(r * s_.frames);
+    mid_inverse_ = pieces.take<A>(r);
+    // Forward needs what it overwrites no more.
+    slices_ = kBackward<Call> ? pieces.take<T>(r * hidden_) : before_;
+    y_ = kBackward<Call> ? pieces.take<T>(r * width_) : normal_;
+    if constexpr (kTwice) {
+      exact_y_ = pieces.take<A>(scores(call) ? r * width_ : 0);
+    } else {
+      exact_y_ = y_;
+    }
+    if (kBackward<Call>) {
+      sums_.encode = pieces.take<A>(h * m);
+      sums_.mid = pieces.take<A>(l * l);
+      sums_.unit = pieces.take<A>(l * hidden_);
+      sums_.decode = pieces.take<A>(l * width_);
+      sums_.decoder = pieces.take<A>(m * h);
+      sums_.biases = pieces.take<A>(chunks_ * (h + l + m));
+      sums_.chunks = divide_up(s_.rows, chunk_);
+    }
+    return pieces.bytes();
   }
 
-  /// The output's gradient: what came in, or, where that will not do, y_.
-  const A* output_gradient(const AutoencoderBackwardArguments& call, const T* x, std::int64_t row,
+  std::int64_t vectors() const { return std::int64_t{s_.latent} * s_.frames; }
+
+  /// slices_.
+  void encode(const T* x, std::int64_t x_stride, std::int64_t rows) {
+    const std::int64_t m = s_.n_mels, h = s_.slice_latent, frames = rows * s_.frames;
+    normalise(x, x_stride, s_.frames, frames, s_.n_mels, normal_, inverse_);
+    multiply(frames, h, m, as_is(normal_, m), transposed(prepared_.encoder, m), before_, {},
+             prepared_.encoder_bias);
+    gelu(before_, slices_, frames, h);
+  }
+
+  /// c B^T.
+  void project(A* projection, std::int64_t rows) {
+    multiply(rows, s_.latent, hidden_, as_is(slices_, hidden_),
+             transposed(prepared_.unit_of_rows, hidden_), projection);
+  }
+
+  void make_latent(const A* projection, T* z, std::int64_t rows) {
+    const std::int64_t l = s_.latent;
+    normalise(projection, l, 1, rows, s_.latent, mid_normal_, mid_inverse_);
+    multiply(rows, l, l, as_is(mid_normal_, l), transposed(prepared_.mid, l), mid_before_, {},
+             prepared_.mid_bias);
+    if constexpr (kTwice) {
+      gelu(mid_before_, dz_, rows, l);  // its gradient comes later
+      convert(dz_, z, rows * l);
+    } else {
+      gelu(mid_before_, z, rows, l);
+    }
+  }
+
+  void decode(const T* z, T* y, std::int64_t rows) {
+    multiply(rows, width_, s_.latent, as_is(z, s_.latent), as_is(prepared_.decode_of_rows, width_),
+             y, {}, prepared_.decode_bias_of_rows);
+  }
+  /// For a score, of the latent that was just made: nothing is rounded to halves.
+  const A* decode_exactly(const T* z, std::int64_t rows) {
+    if constexpr (kTwice) {
+      multiply(rows, width_, s_.latent, as_is(dz_, s_.latent), as_is(prepared_.decode, width_),
+               exact_y_, {}, prepared_.decode_bias);
+    } else {
+      decode(z, y_, rows);
+    }
+    return exact_y_;
+  }
+
+  /// The output's gradient: what came in, or y_.
+  const T* output_gradient(const AutoencoderBackwardArguments& call, const T* x, std::int64_t row,
                            std::int64_t rows, T* dx) {
     const T* d_out =
         call.d_out == nullptr ? nullptr : static_cast<const T*>(call.d_out) + row * width_;
-    if constexpr (std::is_same_v<T, A>) {
-      if (call.d_score == nullptr) return d_out;
-    }
-    const auto* d_score = static_cast<const A*>(call.d_score);
-    if (d_score != nullptr) {
-      d_score += row;
-      decode(z_, y_, rows);
-    }
+    if (call.d_score == nullptr) return d_out;
+    const A* y = decode_exactly(z_of_rows_, rows);
+    const A* d_score = static_cast<const A*>(call.d_score) + row;
     each(context_, "the output's gradient", rows * width_,
-         OutputGradient<T, A>{y_, d_out, d_score, x, call.x_stride, width_, dx});
+         OutputGradient<T, A>{y, y_, d_out, d_score, x, call.x_stride, width_, dx});
     return y_;
   }
 
-  /// A result itself where it has A's type, else scratch memory for it.
-  static A* place_for(T* result, A* scratch) {
-    if constexpr (std::is_same_v<T, A>) {
-      if (result != nullptr) return result;
-    }
-    return scratch;
-  }
-  void write(const A* from, T* result, std::int64_t count) {
-    if constexpr (!std::is_same_v<T, A>) {
-      if (result == nullptr) return;
-      each(context_, "writing a result", count, Convert<A, T>{from, result});
+  template <typename From, typename To>
+  void convert(const From* from, To* to, std::int64_t count) {
+    if constexpr (!std::is_same_v<From, To>) {
+      each(context_, "rounding", count, Convert<From, To>{from, to});
     }
   }
 
-  static Matrix as_is(const A* data, std::int64_t stride) {
-    return {const_cast<A*>(data), stride, false};
+  template <typename Element>
+  TensorView view(const Element* data, std::int64_t rows, std::int64_t columns) const {
+    return {data, kDType<Element>, context_.device, {rows, columns}};
   }
-  static Matrix transposed(const A* data, std::int64_t stride) {
-    return {const_cast<A*>(data), stride, true};
-  }
-  TensorView view(const A* data, std::int64_t rows, std::int64_t columns) const {
-    return {data, kType, context_.device, {rows, columns}};
-  }
-  TensorView view(const A* data, std::int64_t count) const {
-    return {data, kType, context_.device, {count}};
+  template <typename Element>
+  TensorView view(const Element* data, std::int64_t count) const {
+    return {data, kDType<Element>, context_.device, {count}};
   }
 
   /// d = a b + bias, or a b added to d; d has adjacent rows.
-  void multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, Matrix a, Matrix b,
-                A* d, const A* bias = nullptr, bool add = false) {
+  template <typename In, typename Out>
+  void multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, Side<In> a, Side<In> b,
+                Out* d, Options options = {}, const Out* bias = nullptr) {
     cuda::multiply(context_, {.rows = rows,
                               .columns = columns,
                               .inner = inner,
-                              .a = a,
-                              .b = b,
-                              .d = as_is(d, columns),
-                              .dtype = kType,
+                              .a = a.matrix(),
+                              .b = b.matrix(),
+                              .d = as_is(d, columns).matrix(),
+                              .dtype = kDType<In>,
                               .bias = bias,
-                              .math = math_,
-                              .add = add});
-  }
-  /// Of parameters alone: it takes no time, so that it need not round.
-  void multiply_exactly(std::int64_t rows, std::int64_t columns, std::int64_t inner, Matrix a,
-                        Matrix b, A* d, bool add = false) {
-    cuda::multiply(context_, {.rows = rows,
-                              .columns = columns,
-                              .inner = inner,
-                              .a = a,
-                              .b = b,
-                              .d = as_is(d, columns),
-                              .dtype = kType,
-                              .math = {.tune = false},
-                              .add = add});
+                              .math = {.tf32 = tf32_ && !options.exact, .tune = false},
+                              .add = options.add,
+                              .wide_result = !std::is_same_v<In, Out>});
   }
 
-  void gelu(const A* z, A* y, std::int64_t rows, std::int64_t columns) {
+  template <typename Element>
+  void gelu(const Element* z, Element* y, std::int64_t rows, std::int64_t columns) {
     activate(
         context_,
         {.z = view(z, rows, columns), .y = view(y, rows, columns), .activation = Activation::gelu});
   }
   /// In place; `sums`, of the columns, may be null.
-  void gelu_backward(A* d, const A* z, std::int64_t rows, std::int64_t columns, A* sums) {
+  template <typename Element>
+  void gelu_backward(Element* d, const Element* z, std::int64_t rows, std::int64_t columns,
+                     A* sums) {
     differentiate(context_, {.dy = view(d, rows, columns),
                              .kept = view(z, rows, columns),
                              .dz = view(d, rows, columns),
                              .db = sums == nullptr ? TensorView{} : view(sums, columns),
                              .activation = Activation::gelu});
   }
-  template <typename In>
-  void normalise(const In* in, std::int64_t stride, int frames, std::int64_t groups, int columns,
-                 A* normal, A* inverse) {
+  template <typename Element>
+  void normalise(const Element* in, std::int64_t stride, int frames, std::int64_t groups,
+                 int columns, Element* normal, A* inverse) {
     launch_kernel({context_, divide_up(32 * groups, kThreads), kThreads}, "LayerNorm",
-                  normalise_kernel<In, A>, in, stride, frames, groups, columns, normal, inverse);
+                  normalise_kernel<Element, A>, in, stride, frames, groups, columns, normal,
+                  inverse);
   }
-  template <typename Out>
-  void normalise_backward(const A* d, const A* normal, const A* inverse, std::int64_t groups,
-                          int columns, Out* out, bool add) {
+  template <typename Element>
+  void normalise_backward(const Element* d, const Element* normal, const A* inverse,
+                          std::int64_t groups, int columns, T* out, bool add) {
     launch_kernel({context_, divide_up(32 * groups, kThreads), kThreads}, "LayerNorm backward",
-                  normalise_backward_kernel<Out, A>, d, normal, inverse, groups, columns, out, add);
+                  normalise_backward_kernel<Element, A, T>, d, normal, inverse, groups, columns,
+                  out, add);
   }
 
   const Context& context_;
   AutoencoderSizes s_;
   std::int64_t width_, hidden_;
-  ProductMath math_;
+  bool tf32_;
   std::int64_t chunks_, chunk_;
-  Prepared<A> prepared_{};
+  Prepared<T, A> prepared_{};
   Sums<A> sums_{};
-  A *normal_, *before_, *slices_, *projection_, *mid_normal_, *mid_before_, *z_, *dz_, *inverse_,
-      *mid_inverse_, *y_;
-  Scratch<A> memory_;
+  T *normal_, *before_, *slices_, *z_of_rows_, *y_;
+  A *projection_, *mid_normal_, *mid_before_, *dz_, *inverse_, *mid_inverse_, *exact_y_;
+  Scratch<char> memory_;
 };
 
 }  // namespace

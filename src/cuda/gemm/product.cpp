@@ -104,7 +104,7 @@ struct Description {
     if (p.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
     describe(&a, type, p.columns, p.inner, p.b);
     describe(&b, type, p.inner, p.rows, p.a);
-    describe(&d, type, p.columns, p.rows, p.d);
+    describe(&d, p.wide_result ? scale : type, p.columns, p.rows, p.d);
   }
 
  private:
@@ -407,10 +407,11 @@ ProductKey key_of(const Product& p) {
   const auto alignment = [](const void* address, int place) {
     return std::int64_t{std::countr_zero(alignment_of(address))} << (4 * place);
   };
-  const std::int64_t kind =
-      static_cast<std::int64_t>(p.dtype) | p.a.transposed << 4 | p.b.transposed << 5 |
-      std::int64_t{epilogue_of(p)} << 8 | std::int64_t{p.math.tf32} << 32 |
-      std::int64_t{p.math.reduced_sums} << 33 | std::int64_t{p.math.tune} << 34;
+  const std::int64_t kind = static_cast<std::int64_t>(p.dtype) | p.a.transposed << 4 |
+                            p.b.transposed << 5 | std::int64_t{epilogue_of(p)} << 8 |
+                            std::int64_t{p.math.tf32} << 32 |
+                            std::int64_t{p.math.reduced_sums} << 33 |
+                            std::int64_t{p.math.tune} << 34 | std::int64_t{p.wide_result} << 35;
   const std::int64_t alignments = alignment(p.a.data, 0) | alignment(p.b.data, 1) |
                                   alignment(p.d.data, 2) | alignment(p.bias, 3);
   return {p.rows, p.columns, p.inner, p.a.stride, p.b.stride, p.d.stride, kind, alignments};
@@ -432,8 +433,10 @@ struct PreparedProduct::State {
   State(const Context& context, const Product& product) : p(product) {
     check(!p.add || (p.bias == nullptr && p.epilogue == Epilogue::none && !p.math.tune),
           "a product that adds has no bias, no epilogue and no tuning");
+    check(!p.wide_result || (p.epilogue == Epilogue::none && !p.math.tune),
+          "a product with a wide result has no epilogue and no tuning");
     const auto stream = static_cast<cudaStream_t>(context.stream);
-    const std::int64_t size = size_of(p.dtype);
+    const std::int64_t size = size_of(p.wide_result ? DType::f32 : p.dtype);
     if (p.inner == 0) {  // nothing to sum up: as a product of zeros
       const std::int64_t bytes = std::max(p.rows, p.columns) * size;
       zeros.emplace(context, bytes);

@@ -14,7 +14,8 @@ namespace fusewise::cuda {
 
 enum class Epilogue { none, relu, gelu_tanh };
 
-/// d = epilogue(a b + bias), all row-major of one type; sums in float32, float64 for float64.
+/// d = epilogue(a b + bias), all row-major and, unless d is wide, of one type; sums in float32,
+/// float64 for float64.
 struct Product {
   std::int64_t rows, columns, inner;
   Matrix a;  ///< [rows, inner]
@@ -25,6 +26,7 @@ struct Product {
   Epilogue epilogue = Epilogue::none;
   ProductMath math{};
   bool add = false;  ///< to what d has; without bias, epilogue and tuning, which overwrites d
+  bool wide_result = false;  ///< d, and its bias, float32 beside halves; without tuning
 };
 
 void multiply(const Context& context, const Product& product);

@@ -197,7 +197,7 @@ struct GradientArguments {
   long long rows, columns, chunk, dy_stride, dy_step, kept_stride, dz_stride;
   unsigned tiles;
   int shift;
-  bool only_chunk;
+  bool rounds;  // to T: db itself of that type
   Activation kind;
 };
 
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
   A sum = 0;
 #pragma unroll
   for (int warp = 0; warp < kThreads / 32; ++warp) sum += parts[warp][threadIdx.x];
-  if (a.only_chunk) {
+  if (a.rounds) {
     static_cast<T*>(a.sums)[column] = from_accumulator<T>(sum);
   } else {
     static_cast<A*>(a.sums)[place.index * a.columns + column] = sum;
@@ -408,6 +408,7 @@ void differentiate(const Context& context, const GradientPass& pass) {
   const bool nothing = pass.activation == Activation::identity;
   const bool bits = pass.activation == Activation::relu && pass.kept.dtype == DType::u8;
   const bool rows_of_dy = has_adjacent_rows(pass.dy);
+  const bool wide_sums = sums && pass.db.dtype != pass.dy.dtype;
   GradientArguments arguments{};
   arguments.dy = pass.dy.data;
   arguments.kept = pass.kept.data;
@@ -433,7 +434,7 @@ void differentiate(const Context& context, const GradientPass& pass) {
       arguments.chunk = cut.chunk;
       arguments.tiles = static_cast<unsigned>(cut.tiles);
       arguments.shift = cut.shift;
-      arguments.only_chunk = only_chunk;
+      arguments.rounds = only_chunk && !wide_sums;
       const auto launch = [&]<Keeps kKeeps>() {
         launch_kernel({context, cut.tiles * cut.chunks, kThreads}, "differentiating",
                       differentiate_rows<kKind, kKeeps, T, kVectors>, arguments);
@@ -448,9 +449,12 @@ void differentiate(const Context& context, const GradientPass& pass) {
         launch.template operator()<Keeps::values>();
       }
       if (!sums || only_chunk) return;
-      launch_kernel({context, divide_up(columns, kSumColumns), kSumColumns * kSumRows, 0, true},
-                    "summing up a bias gradient", sum_chunks<T, A>, partial.data(), cut.chunks,
-                    columns, static_cast<T*>(pass.db.data));
+      const auto add_up = [&]<typename Sum>(Sum) {
+        launch_kernel({context, divide_up(columns, kSumColumns), kSumColumns * kSumRows, 0, true},
+                      "summing up a bias gradient", sum_chunks<Sum, A>, partial.data(), cut.chunks,
+                      columns, static_cast<Sum*>(pass.db.data));
+      };
+      wide_sums ? add_up(A{}) : add_up(T{});
     });
   });
 }

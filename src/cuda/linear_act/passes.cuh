@@ -15,7 +15,8 @@ struct ActivationPass {
 };
 void activate(const Context& context, const ActivationPass& pass);
 
-/// dz = dy * act', db = sum over rows of dz, each where it is wanted; dz may be dy.
+/// dz = dy * act', db = sum over rows of dz, each where it is wanted; dz may be dy. db has dy's
+/// type, or float32 beside halves.
 struct GradientPass {
   TensorView dy, kept, dz, db;
   Activation activation;
