@@ -1,11 +1,12 @@
 // Laboratory: the autoencoder's kernels against an fp64 reference on the CPU, beside a plain fp32
 // evaluation of the same formula, then their times by graph replay on rotating buffers. Not
-// shipped; built by hand with nvcc from this file, src/cuda and the two sources of src/common that
-// they need.
+// shipped; built by hand with nvcc from this file, the sources in src/cuda and src/common that it
+// needs, and cuBLASLt.
 //
-//   autoencoder_plans check|large|small|time|profile [f32|tf32|bf16|bf16/f32|f16|f64]
+//   autoencoder_plans check|large|small|time|sizes|profile [f32|tf32|bf16|bf16/f32|f16|f64]
 //
-// large: 65536 rows; small: few rows, for compute-sanitizer; profile: one call each way, for ncu.
+// large: 65536 rows; small: few rows, for compute-sanitizer; sizes: other models than the default
+// one, fused and by products; profile: one call each way, for ncu.
 
 #include <algorithm>
 #include <cmath>
@@ -647,6 +648,58 @@ int main(int argc, char** argv) {
       fused(forward);
       fused(backward);
       check_cuda(cudaDeviceSynchronize(), "profile");
+    }
+    return 0;
+  }
+
+  if (what == "sizes") {
+    for (const Mode& mode : kModes) {
+      if (mode.dtype == DType::f64 || mode.parameters != mode.dtype) continue;
+      if (!only.empty() && only != mode.name) continue;
+      for (const AutoencoderSizes& sizes : {AutoencoderSizes{0, 40, 5, 16, 32},
+                                            {0, 64, 10, 32, 64},
+                                            {0, 64, 16, 32, 64},
+                                            {0, 80, 5, 32, 64},
+                                            {0, 128, 5, 32, 64},
+                                            {0, 128, 5, 64, 128},
+                                            {0, 128, 8, 64, 128}}) {
+        for (std::int64_t rows : {64, 512, 4096, 16384, 65536}) {
+          AutoencoderSizes little = sizes;
+          little.rows = 16;
+          const Problem p(little, mode);
+          const std::int64_t bytes = rows * sizes.frames * sizes.n_mels * size_of(mode.dtype);
+          void *x, *y, *d, *kept;
+          for (void** each : {&x, &y, &d}) {
+            check_cuda(cudaMalloc(each, bytes), "rows");
+            check_cuda(cudaMemset(*each, 0x3c, bytes), "rows");
+          }
+          check_cuda(cudaMalloc(&kept, rows * sizes.latent * 4), "projection");
+          check_cuda(cudaMemset(kept, 0x3c, rows * sizes.latent * 4), "projection");
+          auto forward = p.forward();
+          auto backward = p.backward();
+          forward.sizes.rows = backward.sizes.rows = rows;
+          forward.x = backward.x = x;
+          forward.out = backward.dx = y;
+          forward.projection = kept;
+          backward.projection = kept;
+          backward.d_out = d;
+          std::printf("%-5s %3d mels %2d frames %2d %3d latent %6lld rows |", mode.name,
+                      sizes.n_mels, sizes.frames, sizes.latent, sizes.slice_latent,
+                      static_cast<long long>(rows));
+          const auto show = [&](const char* name, const auto& call) {
+            general(call);  // the vendor's library starts outside of a graph
+            std::printf(" %s: fused %.1f, products %.1f, taken: %s |", name,
+                        time_us(stream, 8, [&](int) { fused(call); }),
+                        time_us(stream, 8, [&](int) { general(call); }),
+                        autoencoder_products_are_faster(context, call) ? "products" : "fused");
+            std::fflush(stdout);
+          };
+          show("forward", forward);
+          show("backward", backward);
+          std::printf("\n");
+          for (void* each : {x, y, d, kept}) cudaFree(each);
+        }
+      }
     }
     return 0;
   }

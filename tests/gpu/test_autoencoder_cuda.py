@@ -93,7 +93,8 @@ HUGE = {"n_mels": 250, "frames": 3, "latent": 77, "slice_latent": 190}
 def test_sizes_for_which_products_are_faster(sizes, dtypes):
     for rows, output in itertools.product((40, 300, 3000), OUTPUTS):
         case = make_case(rows, sizes, "cuda", DTYPES[dtypes], output=output)
-        assert case.check_every_implementation() == {"general"}
+        able = {"general"} if sizes is HUGE or dtypes == "fp64" else {"fused", "general"}
+        assert case.check_every_implementation() == able
 
 
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
@@ -105,8 +106,13 @@ def test_products_of_more_rows_than_are_taken_together(dtypes, output):
 
 
 def test_the_list_says_when_products_are_faster():
-    for sizes, chosen in ((DEFAULT, "fused"), (WIDE, "general")):
-        case = make_case(600, sizes, "cuda")
+    """Not where rows are copied first, and then lie as the default model's kernels like them."""
+    for sizes, layout, chosen in (
+        (DEFAULT, "rows", "fused"),
+        (DEFAULT, "columns", "fused"),
+        (WIDE, "rows", "general"),
+    ):
+        case = make_case(600, sizes, "cuda", layout=layout)
         case.x.requires_grad_()
         for record in fusewise.explain(autoencoder, *case.inputs):
             assert record.chosen == chosen

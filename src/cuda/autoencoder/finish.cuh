@@ -64,17 +64,18 @@ __device__ void finish_linear(const NormedLinear& p, const Accumulator<W>* q, in
 
 /// A vector of the basis, of `width` values, from the gradient of it divided by its norm.
 template <typename W>
-__device__ void finish_basis_vector(const void* basis, void* d_basis, long long begin, int width,
-                                    Accumulator<W> inverse_norm, const Accumulator<W>* d_unit) {
+__device__ void finish_basis_vector(const void* basis, void* d_basis, long long begin,
+                                    long long width, Accumulator<W> inverse_norm,
+                                    const Accumulator<W>* d_unit) {
   using A = Accumulator<W>;
   A along = 0;
-  for (int i = threadIdx.x; i < width; i += blockDim.x) {
+  for (long long i = threadIdx.x; i < width; i += blockDim.x) {
     along += d_unit[i] * (read<W>(basis, begin + i) * inverse_norm);
   }
   along = block_total(along);
   // Below the smallest norm the divisor is a constant.
   if (inverse_norm >= A(1e12)) along = 0;
-  for (int i = threadIdx.x; i < width; i += blockDim.x) {
+  for (long long i = threadIdx.x; i < width; i += blockDim.x) {
     const A unit = read<W>(basis, begin + i) * inverse_norm;
     write<W>(d_basis, begin + i, (d_unit[i] - unit * along) * inverse_norm);
   }

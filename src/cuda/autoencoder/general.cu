@@ -251,8 +251,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   int b = blockIdx.x;
   if (b < s.latent) {
     if (g.basis == nullptr) return;
-    const int width = s.frames * s.slice_latent;
-    const long long begin = static_cast<long long>(b) * width;
+    const long long width = static_cast<long long>(s.frames) * s.slice_latent, begin = b * width;
     return finish_basis_vector<W>(p.basis, g.basis, begin, width, inverse_norm[b],
                                   sums.unit + begin);
   }
@@ -271,11 +270,13 @@ __global__ void __launch_bounds__(kFinishThreads)
     return finish_linear<W>(encoder, sums.encode, s.n_mels, bias(0), s.slice_latent, s.n_mels, b);
   }
   b -= s.n_mels;
-  for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
-    const long long at = static_cast<long long>(b) * s.slice_latent + k;
-    write<W>(g.decoder_weight, at, decodes ? sums.decoder[at] : A(0));
+  if (g.decoder_weight != nullptr) {
+    for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
+      const long long at = static_cast<long long>(b) * s.slice_latent + k;
+      write<W>(g.decoder_weight, at, decodes ? sums.decoder[at] : A(0));
+    }
   }
-  if (threadIdx.x == 0) {
+  if (g.decoder_bias != nullptr && threadIdx.x == 0) {
     write<W>(g.decoder_bias, b, decodes ? bias(s.slice_latent + s.latent)(b) : A(0));
   }
 }
@@ -443,9 +444,11 @@ class Walk {
     // And that of `slices_` theirs, then that in front of the GELU.
     multiply(rows, hidden_, l, as_is(d_projection, l), as_is(prepared_.unit_of_rows, hidden_),
              slices_);
-    gelu_backward(slices_, before_, frames, h, wanted.encode ? biases : nullptr);
     if (wanted.encode) {
+      gelu_backward(slices_, before_, frames, h, biases);
       multiply(h, m, frames, transposed(slices_, h), as_is(normal_, m), sums_.encode, {.add = add});
+    } else {
+      gelu_backward(slices_, before_, rows, hidden_, nullptr);
     }
     if (dx == nullptr) return;
     multiply(frames, m, h, as_is(slices_, h), as_is(prepared_.encoder, m), y_);
@@ -562,7 +565,7 @@ class Walk {
     normalise(x, x_stride, s_.frames, frames, s_.n_mels, normal_, inverse_);
     multiply(frames, h, m, as_is(normal_, m), transposed(prepared_.encoder, m), before_, {},
              prepared_.encoder_bias);
-    gelu(before_, slices_, frames, h);
+    gelu(before_, slices_, rows, hidden_);  // dense: as it fills the lanes best
   }
 
   /// c B^T.

@@ -48,27 +48,33 @@ bool is_dense(const TensorView& t) {
   return has_dense_rows(t) && (t.sizes[0] <= 1 || t.rank == 0 || t.strides[0] == row_of(t));
 }
 
+/// Whether the kernels take a tensor as it lies.
+bool is_taken(const TensorView& t, bool rows_suffice) {
+  return !t.defined() || (rows_suffice ? has_dense_rows(t) : is_dense(t));
+}
+
+/// The same tensor, row-major elsewhere.
+TensorView laid_out(TensorView t, void* data) {
+  t.data = data;
+  std::int64_t stride = 1;
+  for (int d = t.rank - 1; d >= 0; --d) {
+    t.strides[d] = stride;
+    stride *= t.sizes[d];
+  }
+  return t;
+}
+
 /// A tensor as the kernels take it: itself, or a dense copy that is read or written instead.
 class Dense {
  public:
   Dense(const Context& context, const TensorView& t, bool rows_suffice = false)
       : context_(context),
         tensor_(t),
-        own_(!t.defined() || (rows_suffice ? has_dense_rows(t) : is_dense(t))),
+        own_(is_taken(t, rows_suffice)),
         copy_(context, own_ ? 0 : t.numel() * size_of(t.dtype)) {}
 
   /// The tensor with its data where the kernels find it.
-  TensorView view() const {
-    if (own_) return tensor_;
-    TensorView view = tensor_;
-    view.data = copy_.data();
-    std::int64_t stride = 1;
-    for (int d = view.rank - 1; d >= 0; --d) {
-      view.strides[d] = stride;
-      stride *= view.sizes[d];
-    }
-    return view;
-  }
+  TensorView view() const { return own_ ? tensor_ : laid_out(tensor_, copy_.data()); }
   void gather() const {
     if (!own_) autoencoder_copy(context_, tensor_, view());
   }
@@ -168,12 +174,31 @@ bool done_without_rows(const Context& context, const AutoencoderBackward& call) 
 
 template <typename Call>
 std::string fused_declines(const Context& context, const Call& call) {
-  const auto a = arguments(call);
-  std::string reason = autoencoder_fused_declines(context, a);
-  if (reason.empty() && autoencoder_products_are_faster(context, a)) {
-    return "for so many rows of these sizes, plain products are faster";
+  return autoencoder_fused_declines(context, arguments(call));
+}
+
+/// What with_dense will hand over, as far as shapes and addresses tell.
+TensorView foreseen(const TensorView& t, bool rows_suffice = false) {
+  void* const aligned = reinterpret_cast<void*>(std::uintptr_t{256});
+  return is_taken(t, rows_suffice) ? t : laid_out(t, aligned);
+}
+AutoencoderForward foreseen(AutoencoderForward call) {
+  call.x = foreseen(call.x, true);
+  for (TensorView* each : {&call.y, &call.latent, &call.score}) *each = foreseen(*each);
+  return call;
+}
+AutoencoderBackward foreseen(AutoencoderBackward call) {
+  call.x = foreseen(call.x, true);
+  for (TensorView* each : {&call.dx, &call.dy, &call.dlatent, &call.dscore}) {
+    *each = foreseen(*each);
   }
-  return reason;
+  return call;
+}
+
+template <typename Call>
+std::string fused_yields(const Context& context, const Call& call) {
+  if (!autoencoder_products_are_faster(context, arguments(foreseen(call)))) return "";
+  return "plain products are faster for these sizes and so many rows";
 }
 
 template <typename Call>
@@ -196,12 +221,12 @@ void general(const Context& context, const Call& call) {
 }
 
 constexpr Implementation<AutoencoderForward> kForward[] = {
-    {"fused", fused_declines, fused},
+    {"fused", fused_declines, fused, fused_yields},
     {"general", takes_all, general},
 };
 
 constexpr Implementation<AutoencoderBackward> kBackward[] = {
-    {"fused", fused_declines, fused},
+    {"fused", fused_declines, fused, fused_yields},
     {"general", takes_all, general},
 };
 
