@@ -1,8 +1,8 @@
 #pragma once
 
-// How long the fused kernels for any sizes and the vendor's products take, in microseconds: lines
-// through times measured on an H200 (docs/autoencoder.md). They only decide between the two, so on
-// another GPU it matters how they compare, not how long they are.
+// How long the fused kernels for any sizes and the vendor's products take, in microseconds: fitted
+// to `lab/autoencoder_plans sizes` on an H200 (docs/autoencoder.md). They only decide between the
+// two, so on another GPU it matters how they compare, not how long they are.
 
 #include <algorithm>
 
@@ -10,43 +10,53 @@
 
 namespace fusewise::cuda::autoencoder {
 
-/// Thousands of multiplications for a row, one way, in blocks of 16 by 16 as the fused kernels do
-/// them.
-inline double fused_work(const AutoencoderSizes& s) {
-  const auto whole = [](int size) { return 16. * ((size + 15) / 16); };
-  const double m = whole(s.n_mels), l = whole(s.latent), h = whole(s.slice_latent);
-  return s.frames * (m * h + h * l + m * l) / 1000;
-}
+struct ProductsTime {
+  double fixed;
+  double traffic;  ///< of a thousand values that the steps read and write
 
-/// Rows in thousands of values that the products' steps read and write.
-inline double products_traffic(const AutoencoderSizes& s) {
-  return static_cast<double>(s.rows) * s.frames * (s.n_mels + s.slice_latent) / 1000;
-}
+  double of(const AutoencoderSizes& s) const {
+    return fixed +
+           traffic * static_cast<double>(s.rows) * s.frames * (s.n_mels + s.slice_latent) / 1000;
+  }
+};
 
-/// Rows in waves: so many are on the GPU at once.
-inline double waves(const AutoencoderSizes& s) { return static_cast<double>(s.rows) / 16384; }
+struct FusedTime {
+  double fixed;
+  /// Of a thousand multiplications for a row: of any rows, of a quarter as many as the GPU has at
+  /// once, and of all of these. Twice as many as it has take twice as long.
+  double any, quarter, whole;
+
+  double of(const AutoencoderSizes& s) const {
+    const auto padded = [](int size) { return 16. * ((size + 15) / 16); };
+    const double m = padded(s.n_mels), l = padded(s.latent), h = padded(s.slice_latent);
+    const double work = s.frames * (m * h + h * l + m * l) / 1000;
+    const double waves = static_cast<double>(s.rows) / 16384;
+    return fixed + work * std::max(1., waves) *
+                       (any + quarter * std::min(1., 4 * waves) + whole * std::min(1., waves));
+  }
+};
+
+/// Of float32 exactly, of TF32 and of halves.
+template <typename Time>
+Time choose(DType dtype, bool tf32, const Time (&times)[3]) {
+  return times[dtype != DType::f32 ? 2 : tf32 ? 1 : 0];
+}
 
 inline bool products_are_faster(const AutoencoderForwardArguments& call) {
-  const AutoencoderSizes& s = call.sizes;
-  const bool exact = call.dtype == DType::f32 && !call.tf32;
-  const double few = std::min(1., 4 * waves(s));
-  const double fused = exact ? 10 + fused_work(s) * (0.45 + 0.2 * few + 1.8 * waves(s))
-                       : call.dtype == DType::f32
-                           ? 10 + fused_work(s) * (0.45 + 0.3 * few + 0.9 * waves(s))
-                           : 15 + fused_work(s) * (0.3 + 0.2 * few + 0.6 * waves(s));
-  const double rate = exact ? 0.010 : call.dtype == DType::f32 ? 0.008 : 0.006;
-  return 35 + products_traffic(s) * rate < fused;
+  constexpr ProductsTime kProducts[] = {{38, 0.0097}, {33, 0.0066}, {31, 0.0049}};
+  constexpr FusedTime kFused[] = {
+      {13, 0.41, 0.14, 2.04}, {13, 0.41, 0.44, 1.04}, {13, 0.25, 0.11, 0.88}};
+  return choose(call.dtype, call.tf32, kProducts).of(call.sizes) <
+         choose(call.dtype, call.tf32, kFused).of(call.sizes);
 }
 
-/// known_sizes: a kernel for sizes that the compiler knew.
+/// known_sizes: by a kernel for sizes that the compiler knew.
 inline bool products_are_faster(const AutoencoderBackwardArguments& call, bool known_sizes) {
-  const AutoencoderSizes& s = call.sizes;
-  const bool exact = call.dtype == DType::f32 && !call.tf32;
-  const double work = fused_work(s) * std::max(1., 1.2 * waves(s));
-  const double fused =
-      known_sizes ? 5 + work * (exact ? 1.75 : 1.15) : 50 + work * (exact ? 4.1 : 2.6);
-  const double rate = exact ? 0.023 : call.dtype == DType::f32 ? 0.017 : 0.0125;
-  return 85 + products_traffic(s) * rate < fused;
+  constexpr ProductsTime kProducts[] = {{97, 0.0289}, {86, 0.0198}, {81, 0.0134}};
+  constexpr FusedTime kFused[] = {{66, 4.63, 0, 2.55}, {60, 3.39, 0, 1.87}, {59, 2.92, 0, 1.10}};
+  constexpr FusedTime kKnown[] = {{30, 1.72, 0, 0.70}, {20, 1.11, 0, 0.37}, {20, 1.05, 0, 0.31}};
+  return choose(call.dtype, call.tf32, kProducts).of(call.sizes) <
+         choose(call.dtype, call.tf32, known_sizes ? kKnown : kFused).of(call.sizes);
 }
 
 }  // namespace fusewise::cuda::autoencoder
