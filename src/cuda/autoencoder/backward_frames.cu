@@ -449,8 +449,6 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
         store_pair(&s.parts[f][row][column], part_of_dz[0][2 * r], part_of_dz[0][2 * r + 1]);
       });
     }
-    // The others need not wait here, but compute-sanitizer loses count of a barrier at which warps
-    // only arrive, and it costs nothing.
     __syncthreads();  // the parts of z's gradient
     if (has_mid) mid.backward(tile, lane);
     float slope[kTiles][4];
