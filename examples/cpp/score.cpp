@@ -20,8 +20,13 @@ namespace {
 
 std::vector<float> read_floats(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) throw std::runtime_error(path + ": cannot be read");
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  std::vector<char> bytes;
+  try {
+    file.exceptions(std::ios::failbit | std::ios::badbit);
+    bytes.assign(std::istreambuf_iterator<char>(file), {});
+  } catch (const std::ios::failure&) {  // as where it is a folder
+    throw std::runtime_error(path + ": cannot be read");
+  }
   if (bytes.size() % sizeof(float) != 0) {
     throw std::runtime_error(path + ": has " + std::to_string(bytes.size()) +
                              " bytes, no whole number of float32 values");
@@ -51,6 +56,7 @@ void score(const std::string& weights_path, const std::string& rows_path) {
   call.score = TensorView(scores.data(), DType::f32, cpu, {values / width});
   fusewise::autoencoder({.device = cpu}, call);
   for (const float each : scores) std::printf("%.9g\n", each);
+  if (std::fflush(stdout) != 0) throw std::runtime_error("the scores cannot be written");
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ recording window by window and prints a score for each.
 
 import argparse
 import math
+import os
 import sys
 import tempfile
 import time
@@ -45,6 +46,9 @@ def main(arguments: list[str] | None = None) -> float | None:
     except SoundError as error:
         show("")
         sys.exit(f"machine_sound: {error}")
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return None
 
 
 class Parser(argparse.ArgumentParser):

@@ -64,6 +64,8 @@ def _chunks(path: Path, content: bytes) -> tuple[bytes, bytes]:
     while place + 8 <= len(content):
         name, length = content[place : place + 4], struct.unpack_from("<I", content, place + 4)[0]
         place += 8
+        if name == b"data" and length == 0xFFFFFFFF:  # as a recording that was streamed has it
+            length = len(content) - place
         if place + length > len(content):
             there = len(content) - place
             label = name.decode("ascii", "replace")

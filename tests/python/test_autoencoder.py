@@ -375,6 +375,22 @@ def test_compile_fullgraph_with_dynamic_batch(device, method, backend):
             torch.testing.assert_close(step(compiled, rows), step(plain, rows))
 
 
+@pytest.mark.parametrize("frozen", [(), ("slice_encoder.1.weight", "global_basis")])
+def test_compile_fullgraph_of_a_train_step(device, frozen):
+    """x needs no gradient, and some weights may not either."""
+    torch._dynamo.reset()
+    module = SpectralShapeAutoencoder(6, 3, 4, 5, device=device)
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
+    learned = [p for p in module.parameters() if p.requires_grad]
+    x = torch.randn(7, 18, device=device)
+    compiled = torch.compile(module.anomaly_score, fullgraph=True, backend="aot_eager")
+    found, expected = (
+        torch.autograd.grad(fn(x).mean(), learned) for fn in (compiled, module.anomaly_score)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_compile_without_gradient(device):
     torch._dynamo.reset()
     case = make_case(7, SMALL, device)

@@ -72,17 +72,15 @@ class _Autoencoder(torch.autograd.Function):
                 lambda x, *weights: formula(x, weights, output), (x, *weights), needed, gradient
             )
             return None, *found
-        unneeded = [i for i, need in enumerate(needed) if not need]
-        mask = (1 << len(needed)) - 1 - sum(1 << i for i in unneeded)
+        mask = sum(1 << i for i, need in enumerate(needed) if need)
         try:
             found = _ops.autoencoder_backward(
                 gradient, x, weights, projection, output, tf32, mask, forced
             )
         except RuntimeError as error:
             raise _ops.rephrased(error, gradient=gradient) from None
-        for i in unneeded:
-            found.insert(i, None)
-        return None, *found
+        found = iter(found)
+        return None, *[next(found) if need else None for need in needed]
 
 
 _apply = direct_apply(_Autoencoder)

@@ -21,7 +21,8 @@ class SpectralShapeAutoencoder(nn.Module):
         z   = GELU(bottleneck_mlp(B s))
         y_f = slice_decoder((B^T z)_f)
 
-    The submodules hold the parameters, under the names of the state dict, and are not called.
+    The submodules hold the parameters, under the names of the state dict, and are not called: what
+    is changed in them but the parameters, such as a LayerNorm's eps, changes nothing.
 
     Args:
         n_mels: values of a frame.

@@ -10,7 +10,7 @@ _DTYPES = (None, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def whole(name: str, value: int, least: int = 1) -> None:
-    if not isinstance(value, Integral):
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a whole number, got {value!r}")
     if value < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
