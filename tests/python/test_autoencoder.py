@@ -1008,7 +1008,7 @@ def test_repr():
 
 @pytest.mark.parametrize(
     "name, value",
-    itertools.product(("n_mels", "frames", "latent_dim", "slice_latent_dim"), (0, -3, 2.0, "8")),
+    itertools.product(("n_mels", "frames", "latent_dim", "slice_latent_dim"), (0, -3, 2.0, "8", True)),
 )
 def test_bad_sizes(name, value):
     with pytest.raises((TypeError, ValueError), match=f"^{name}: expected .*, got {value!r}"):

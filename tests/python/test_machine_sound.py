@@ -248,6 +248,11 @@ def test_every_format(read, bits, kind, values):
     assert torch.equal(read(wav(values, kind, bits=bits, extra=odd))[0], samples)
 
 
+def test_a_recording_that_was_streamed_goes_to_its_end(read):
+    samples, _ = read(wav(struct.pack("<2h", 0, 16384), told=0xFFFFFFFF))
+    assert samples.tolist() == [0, 0.5]
+
+
 def test_channels_are_averaged(read):
     samples, _ = read(wav(struct.pack("<4h", 16384, 0, -16384, -16384), channels=2))
     assert samples.tolist() == [0.25, -0.5]
