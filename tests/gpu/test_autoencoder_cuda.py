@@ -10,7 +10,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_helpers import slow_down
 
 import fusewise
 from autoencoder_reference import (
@@ -24,6 +23,7 @@ from autoencoder_reference import (
     make_case,
 )
 from fusewise.models import SpectralShapeAutoencoder
+from gpu_helpers import slow_down
 from reference import same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
