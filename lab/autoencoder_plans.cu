@@ -581,7 +581,7 @@ int main(int argc, char** argv) {
     if (what == "large") cases = {{65536, 64, 5, 32, 64}};
     for (const auto& sizes : cases) {
       for (const Mode& mode : kModes) {
-        if (small && (mode.tf32 || mode.dtype == DType::f16)) continue;
+        if (small && only.empty() && (mode.tf32 || mode.dtype == DType::f16)) continue;
         if (!only.empty() && only != mode.name) continue;
         if (sizes.rows > 1000 && mode.dtype != DType::f32) continue;
         std::printf("rows %lld, n_mels %d, frames %d, latent %d, slice %d, %s\n",
@@ -707,7 +707,7 @@ int main(int argc, char** argv) {
   for (const Mode& mode : kModes) {
     if (mode.dtype == DType::f64 || mode.parameters != mode.dtype) continue;
     if (!only.empty() && only != mode.name) continue;
-    for (std::int64_t rows : {1, 32, 512, 4096, 16384, 65536}) {
+    for (std::int64_t rows : {1, 32, 512, 4096, 8192, 12288, 16384, 65536}) {
       const AutoencoderSizes sizes{rows, 64, 5, 32, 64};
       AutoencoderSizes little = sizes;
       little.rows = 16;

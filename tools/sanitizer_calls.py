@@ -90,6 +90,7 @@ AUTOENCODERS = (
     (1, 1, 1, 1, 1),
 )
 MANY_ROWS = 2128  # of the default model: forward's kernel for many, and backward's twice a block
+WARPGROUP_ROWS = 12289  # of the default model: backward's kernel for many, in TF32 and halves
 
 
 def autoencoder_size(size, dtype) -> int:
@@ -113,9 +114,9 @@ def autoencoder_size(size, dtype) -> int:
     return done
 
 
-def autoencoder_many_rows(dtype) -> int:
+def autoencoder_many_rows(rows, dtype) -> int:
     model = fusewise.models.SpectralShapeAutoencoder(device="cuda", dtype=dtype)
-    x = torch.randn(MANY_ROWS, 320, device="cuda", dtype=dtype).requires_grad_()
+    x = torch.randn(rows, 320, device="cuda", dtype=dtype).requires_grad_()
     for output in (model, model.anomaly_score):
         result = output(x)
         torch.autograd.grad(result, [x, *model.parameters()], torch.ones_like(result))
@@ -141,7 +142,9 @@ def linear_act_calls() -> int:
 def autoencoder_calls() -> int:
     dtypes = (torch.float16, torch.float32)
     done = sum(autoencoder_size(size, dtype) for size in AUTOENCODERS for dtype in dtypes)
-    return done + sum(map(autoencoder_many_rows, dtypes))
+    done += sum(autoencoder_many_rows(MANY_ROWS, dtype) for dtype in dtypes)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    return done + sum(autoencoder_many_rows(WARPGROUP_ROWS, dtype) for dtype in dtypes)
 
 
 FAMILIES = {

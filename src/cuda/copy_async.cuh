@@ -55,6 +55,18 @@ __device__ __forceinline__ void copy_vector(void* shared, const void* global) {
                : "memory");
 }
 
+/// 16 bytes by this thread, zeros where there is nothing to copy.
+__device__ __forceinline__ void copy_vector_or_zeros(void* shared, const void* global, bool real) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(real ? 16 : 0)
+               : "memory");
+}
+
+/// Brings a line of 128 bytes nearer, into L2.
+__device__ __forceinline__ void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 /// One float by this thread.
 __device__ __forceinline__ void copy_float(float* shared, const float* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)

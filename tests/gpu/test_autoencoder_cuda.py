@@ -59,6 +59,77 @@ def test_many_rows(kind, output):
         make_case(65536, DEFAULT, "cuda", dtypes, output=output).check()
 
 
+# Backward by warpgroups begins here on Hopper, in TF32 and halves; none of them is a whole tile.
+WARPGROUP_ROWS = 12288 + 37
+
+
+def kind_of_products(kind):
+    """The dtypes of a case, and the setting of torch under which it is made and checked."""
+    tf32 = kind == "tf32"
+    return DTYPES["fp32" if tf32 else kind], precision("tf32" if tf32 else "ieee")
+
+
+@pytest.mark.parametrize("layout", ["rows", "padded", "misaligned"])
+@pytest.mark.parametrize("output", ["reconstruction", "score"])
+@pytest.mark.parametrize("kind", ["tf32", "bf16", "fp16", "fp16-fp32"])
+def test_backward_by_warpgroups(kind, output, layout):
+    """Rows of x that follow one another, that have room between them, that another kernel takes."""
+    dtypes, setting = kind_of_products(kind)
+    with setting:
+        padded = layout == "padded"
+        case = make_case(
+            WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, "rows" if padded else layout, output=output
+        )
+        if padded:
+            case.x = case.x.new_empty(WARPGROUP_ROWS, 384)[:, :320].copy_(case.x)
+        found = case.check()
+        again = gradients(autoencoder, case)
+    for name, value in found.items():
+        assert same_bits(value, again[name]), name
+
+
+@pytest.mark.parametrize("output", ["reconstruction", "score"])
+@pytest.mark.parametrize("kind", ["tf32", "bf16"])
+def test_rows_of_nan_by_warpgroups(kind, output):
+    """Not a bit of another row's gradient changes, in the same tile or another."""
+    dtypes, setting = kind_of_products(kind)
+    with setting:
+        case = make_case(WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, output=output)
+        clean = gradients(autoencoder, case)["dx"]
+        bad = [7, 500, WARPGROUP_ROWS - 1]
+        case.x[bad, 3] = math.nan
+        found = gradients(autoencoder, case)["dx"]
+    others = torch.ones(WARPGROUP_ROWS, dtype=torch.bool, device="cuda")
+    others[bad] = False
+    assert torch.equal(found[others], clean[others])
+    assert found[~others].isnan().any(1).all()
+
+
+@pytest.mark.parametrize("output", ["reconstruction", "score"])
+@pytest.mark.parametrize("kind", ["tf32", "bf16"])
+def test_warpgroups_without_dx(kind, output):
+    """The same gradients, bit by bit, for x that needs none; and, by another kernel, nearly the
+    same ones beside a frozen basis."""
+    dtypes, setting = kind_of_products(kind)
+    with setting:
+        case = make_case(WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, output=output)
+        right = gradients(autoencoder, case)
+        names = [name for name in right if name not in (output, "dx")]
+        for frozen in (None, "dbasis"):
+            x, *parameters = (t.detach() for t in case.inputs)
+            learned = [name for name in names if name != frozen]
+            for name, p in zip(names, parameters, strict=True):
+                p.requires_grad_(name in learned)
+            result = autoencoder(x, *parameters, output=output)
+            wanted = [p for p in parameters if p.requires_grad]
+            found = torch.autograd.grad(result, wanted, case.gradient)
+            for name, value in zip(learned, found, strict=True):
+                if frozen is None:
+                    assert same_bits(value, right[name]), name
+                else:
+                    assert (value - right[name]).abs().max() < 2e-2 * right[name].abs().max(), name
+
+
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
 def test_where_another_kernel_takes_over(dtypes):
     """By so many rows for each multiprocessor; both sides of every boundary."""
@@ -163,16 +234,17 @@ def test_rows_of_nan_and_inf(rows, sizes, dtypes, output, value):
 
 
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
-def test_tf32_of_plain_sums(output):
+@pytest.mark.parametrize("rows", [4096, WARPGROUP_ROWS])
+def test_tf32_of_plain_sums(rows, output):
     """A gradient of ones loses nothing when it is cut: what makes up for the cut of others must
     not show in the sums over many rows."""
-    case = make_case(4096, DEFAULT, "cuda", output=output)
+    case = make_case(rows, DEFAULT, "cuda", output=output)
     case.gradient.fill_(1)
     with precision("tf32"):
         case.check()
 
 
-@pytest.mark.parametrize("rows", [40, 700, 5000])
+@pytest.mark.parametrize("rows", [40, 700, 5000, WARPGROUP_ROWS])
 def test_differences_too_large_for_float16(rows):
     case = make_case(rows, DEFAULT, "cuda", DTYPES["fp16"])
     case.x[3] = -60000

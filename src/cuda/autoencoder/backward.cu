@@ -9,6 +9,7 @@
 
 #include "common/scratch.h"
 #include "cuda/autoencoder/backward_frames.cuh"
+#include "cuda/autoencoder/backward_groups.cuh"
 #include "cuda/autoencoder/estimates.h"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/rows.cuh"
@@ -739,6 +740,7 @@ bool autoencoder_products_are_faster(const Context& context,
 }
 
 void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call) {
+  if (autoencoder_groups_fit(context, call)) return autoencoder_groups_run(context, call);
   if (autoencoder_frames_fit(context, call)) return autoencoder_frames_run(context, call);
   autoencoder_fused_run(context, call, plan_for(context, call));
 }

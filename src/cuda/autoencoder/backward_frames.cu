@@ -75,17 +75,11 @@ struct Shared {
   };
   float d_score[kRows];
   alignas(16) Latents z, mid_normal, d_mid, d_projection;
-  alignas(16) float mid_raw[kRows][kLatents + 4];  ///< gradient of mid_normal; the next projection
-  /// Of the bottleneck's GELU, and 1 / deviation of the projection: a thread reads what it wrote,
-  /// and has a register more for its sums.
-  alignas(16) float mid_slope[32 * kParts][4];
-  float mid_inverse[32 * kParts];
+  alignas(16) float projection[kRows][kLatents + 4];  ///< the next
+  alignas(16) float mid_slope[kRows][kLatents + 4];   ///< of the bottleneck's GELU
+  alignas(16) float mid_linear[kRows][kLatents + 4];  ///< in front of it, without the bias
+  float mid_inverse[kRows];                           ///< 1 / deviation of the projection
 };
-
-/// The bottleneck's warps meet.
-__device__ __forceinline__ void meet_mid() {
-  asm volatile("barrier.cta.sync 1, %0;" ::"n"(32 * kParts) : "memory");
-}
 
 __device__ __forceinline__ void store_pair(float* to, float a, float b) {
   *reinterpret_cast<float2*>(to) = make_float2(a, b);
@@ -212,23 +206,27 @@ __device__ __forceinline__ float normalise_part(float (&values)[8]) {
   return inverse;
 }
 
-/// Between the projection and the decoder, there and back: each of the warps that have it has a
-/// tile of every product, and keeps nothing in registers, where the sums are.
+/// Between the projection and the decoder, there and back. Each of the warps that have it makes a
+/// tile of every result; what goes over all latents of a row, it makes for itself, so that these
+/// warps need not wait for one another. It keeps nothing in registers, where the sums are.
 template <typename P>
 class Bottleneck {
   using T = typename P::Weight;
+  static constexpr int kBlocks = kLatents / 16;
+  /// All latents of rows g and g + 8, by lanes 4g and on, as left operands.
+  using Rows = float[kBlocks][2][4];
 
  public:
   __device__ __forceinline__ Bottleneck(const Arguments& a, Shared<P>& s, int part)
       : a_(a), s_(s), part_(part) {}
 
-  /// Sends for the projection, to be used by forward().
+  /// Sends for the projection, to be used by forward(), behind a barrier.
   __device__ __forceinline__ void fetch(int tile, int lane) {
-    const int own = own_row(lane);
+    const int own = 4 * part_ + lane / 8;
     const long long row = row_of(tile) + own;
-    float* to = s_.mid_raw[own] + own_column(lane);
+    float* to = s_.projection[own] + 4 * (lane % 8);
     if (row < a_.rows) {
-      copy_vector(to, a_.projection + row * kLatents + own_column(lane));
+      copy_vector(to, a_.projection + row * kLatents + 4 * (lane % 8));
     } else {
       *reinterpret_cast<float4*>(to) = make_float4(0.f, 0.f, 0.f, 0.f);
     }
@@ -236,82 +234,132 @@ class Bottleneck {
 
   /// z and the normalised projection, into shared memory.
   __device__ __forceinline__ void forward(int lane) {
-    wait_for_copies();
-    const int own = own_row(lane);
-    float4 v = *reinterpret_cast<const float4*>(&s_.mid_raw[own][own_column(lane)]);
-    const float mean = eight_lanes_sum((v.x + v.y) + (v.z + v.w)) * (1.f / kLatents);
-    v.x -= mean, v.y -= mean, v.z -= mean, v.w -= mean;
-    const float squares = fmaf(v.x, v.x, v.y * v.y) + fmaf(v.z, v.z, v.w * v.w);
-    const float inverse = inverse_root(eight_lanes_sum(squares) * (1.f / kLatents) + 1e-5f);
-    s_.mid_inverse[32 * part_ + lane] = inverse;
-    T* normal = s_.mid_normal[own] + own_column(lane);
-    store_pair(normal, v.x * inverse, v.y * inverse);
-    store_pair(normal + 2, v.z * inverse, v.w * inverse);
-    meet_mid();
-    float c[1][4], slope[4];
-    fill_rows<T>(c, s_.floats + kLayout.mid_bias, part_, lane);
-    multiply_rows<P, kLatents>(c, s_.mid_normal[0], Shared<P>::kNarrow, s_.resident + kLayout.mid,
-                               part_, lane);
+    Rows v;
+    float inverse[2];
+    each_four(lane, s_.projection, [&](int b, int r, float4 four) {
+      v[b][r][0] = four.x, v[b][r][1] = four.y, v[b][r][2] = four.z, v[b][r][3] = four.w;
+    });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = 0, squares = 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+        sum += (v[b][r][0] + v[b][r][1]) + (v[b][r][2] + v[b][r][3]);
+      const float mean = row_sum(sum) * (1.f / kLatents);
+#pragma unroll
+      for (int k = 0; k < 4 * kBlocks; ++k) {
+        v[k / 4][r][k % 4] -= mean;
+        squares = fmaf(v[k / 4][r][k % 4], v[k / 4][r][k % 4], squares);
+      }
+      inverse[r] = inverse_root(row_sum(squares) * (1.f / kLatents) + 1e-5f);
+#pragma unroll
+      for (int k = 0; k < 4 * kBlocks; ++k) v[k / 4][r][k % 4] *= inverse[r];
+      if (part_ == 0 && lane % 4 == 0) s_.mid_inverse[lane / 4 + 8 * r] = inverse[r];
+    }
+    store_part(s_.mid_normal, v, lane);
+    float c[1][4] = {};
+    multiply_part(c, v, s_.resident + kLayout.mid, lane);
     each_pair<T, 1>(part_, lane, [&](int, int r, int row, int column) {
-      float value[2];
+      const float* bias = s_.floats + kLayout.mid_bias + column;
+      float value[2], slope[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        value[i] = gelu_and_slope<P::kGeluDegree>(c[0][2 * r + i], slope[2 * r + i]);
+        value[i] = gelu_and_slope<P::kGeluDegree>(c[0][2 * r + i] + bias[i], slope[i]);
       }
       store_pair(s_.z[row] + column, value[0], value[1]);
+      store_pair(s_.mid_slope[row] + column, slope[0], slope[1]);
+      store_pair(s_.mid_linear[row] + column, c[0][2 * r], c[0][2 * r + 1]);
     });
-    *reinterpret_cast<float4*>(s_.mid_slope[32 * part_ + lane]) =
-        make_float4(slope[0], slope[1], slope[2], slope[3]);
   }
 
   /// From the parts of z's gradient to that of the projection.
   __device__ __forceinline__ void backward(int tile, int lane) {
-    each_pair<T, 1>(part_, lane, [&](int, int r, int row, int column) {
-      float d[2] = {0.f, 0.f};
-      if (a_.d_z != nullptr && row_of(tile) + row < a_.rows) {
-        const T* at = static_cast<const T*>(a_.d_z) + (row_of(tile) + row) * kLatents + column;
-        d[0] = to_accumulator<float>(at[0]);
-        d[1] = to_accumulator<float>(at[1]);
-      }
-      if (a_.reconstructs()) {
+    Rows d = {};
+    if (a_.d_z != nullptr) {
 #pragma unroll
-        for (int f = 0; f < kFrames; ++f) {
-          const float2 part = *reinterpret_cast<const float2*>(&s_.parts[f][row][column]);
-          d[0] += part.x, d[1] += part.y;
+      for (int r = 0; r < 2; ++r) {
+        const long long row = row_of(tile) + lane / 4 + 8 * r;
+        if (row >= a_.rows) continue;
+        const T* from = static_cast<const T*>(a_.d_z) + row * kLatents + 4 * (lane % 4);
+#pragma unroll
+        for (int k = 0; k < 4 * kBlocks; ++k) {
+          d[k / 4][r][k % 4] = to_accumulator<float>(from[16 * (k / 4) + k % 4]);
         }
       }
-      const float* slope = s_.mid_slope[32 * part_ + lane] + 2 * r;
-      store_pair(s_.d_mid[row] + column, d[0] * slope[0], d[1] * slope[1]);
-    });
-    meet_mid();
-    float c[1][4] = {};
-    multiply_rows<P, kLatents>(c, s_.d_mid[0], Shared<P>::kNarrow,
-                               s_.resident + kLayout.mid_transposed, part_, lane);
-    each_pair<T, 1>(part_, lane, [&](int, int r, int row, int column) {
-      store_pair(&s_.mid_raw[row][column], c[0][2 * r], c[0][2 * r + 1]);
-    });
-    meet_mid();
-    const int own = own_row(lane);
-    const float4 raw = *reinterpret_cast<const float4*>(&s_.mid_raw[own][own_column(lane)]);
-    const T* normal = s_.mid_normal[own] + own_column(lane);
-    float n[4];
+    }
+    if (a_.reconstructs()) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) n[i] = to_accumulator<float>(normal[i]);
-    const float sum = eight_lanes_sum((raw.x + raw.y) + (raw.z + raw.w)) * (1.f / kLatents);
-    const float product =
-        eight_lanes_sum(fmaf(raw.x, n[0], raw.y * n[1]) + fmaf(raw.z, n[2], raw.w * n[3])) *
-        (1.f / kLatents);
-    const float inverse = s_.mid_inverse[32 * part_ + lane];
-    T* to = s_.d_projection[own] + own_column(lane);
-    store_pair(to, inverse * (raw.x - sum - n[0] * product),
-               inverse * (raw.y - sum - n[1] * product));
-    store_pair(to + 2, inverse * (raw.z - sum - n[2] * product),
-               inverse * (raw.w - sum - n[3] * product));
+      for (int f = 0; f < kFrames; ++f) {
+        each_four(lane, s_.parts[f], [&](int b, int r, float4 four) {
+          d[b][r][0] += four.x, d[b][r][1] += four.y, d[b][r][2] += four.z, d[b][r][3] += four.w;
+        });
+      }
+    }
+    each_four(lane, s_.mid_slope, [&](int b, int r, float4 four) {
+      d[b][r][0] *= four.x, d[b][r][1] *= four.y, d[b][r][2] *= four.z, d[b][r][3] *= four.w;
+    });
+    store_part(s_.d_mid, d, lane);
+    // The gradient of the normalised projection times that projection, without the former: both
+    // come by the same weights.
+    float product[2] = {};
+    each_four(lane, s_.mid_linear, [&](int b, int r, float4 four) {
+      product[r] += fmaf(d[b][r][0], four.x, d[b][r][1] * four.y) +
+                    fmaf(d[b][r][2], four.z, d[b][r][3] * four.w);
+    });
+    float c[1][4] = {};
+    multiply_part(c, d, s_.resident + kLayout.mid_transposed, lane);
+    each_pair<T, 1>(part_, lane, [&](int, int r, int row, int column) {
+      const float along = row_sum(product[r]) * (1.f / kLatents), inverse = s_.mid_inverse[row];
+      const T* normal = s_.mid_normal[row] + column;
+      float out[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        out[i] = inverse * (c[0][2 * r + i] - to_accumulator<float>(normal[i]) * along);
+      }
+      store_pair(s_.d_projection[row] + column, out[0], out[1]);
+    });
   }
 
  private:
-  __device__ __forceinline__ int own_row(int lane) const { return 4 * part_ + lane / 8; }
-  static __device__ __forceinline__ int own_column(int lane) { return 4 * (lane % 8); }
+  /// body(block, half, four values) for what a lane has of rows.
+  template <typename Body>
+  static __device__ __forceinline__ void each_four(int lane,
+                                                   const float (&from)[kRows][kLatents + 4],
+                                                   Body&& body) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        body(b, r,
+             *reinterpret_cast<const float4*>(from[lane / 4 + 8 * r] + 16 * b + 4 * (lane % 4)));
+      }
+    }
+  }
+  /// This warp's eight columns.
+  __device__ __forceinline__ void store_part(T (&to)[kRows][Shared<P>::kNarrow], const Rows& v,
+                                             int lane) const {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      if (2 * b + lane % 4 / 2 != part_) continue;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        T* four = to[lane / 4 + 8 * r] + 16 * b + 4 * (lane % 4);
+        store_pair(four, v[b][r][0], v[b][r][1]);
+        store_pair(four + 2, v[b][r][2], v[b][r][3]);
+      }
+    }
+  }
+  /// c += rows times this warp's tile of a packed matrix.
+  __device__ __forceinline__ void multiply_part(float (&c)[1][4], const Rows& v,
+                                                const typename Shared<P>::Group* matrix,
+                                                int lane) const {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      typename Shared<P>::Group w[1];
+      load_weights<kLatents>(w, matrix, part_, b, lane);
+      multiply_16<P>(c, Left16<T>(v[b]), w);
+    }
+  }
 
   const Arguments& a_;
   Shared<P>& s_;
@@ -478,16 +526,25 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
                    c[j][2 * r + 1] * slope[j][2 * r + 1]);
       });
     }
+    if (has_mid) mid.fetch(tile + gridDim.x, lane);
     if (has_decode ? a.wanted.decode : a.wanted.project) {
       add_rows<P>(pair_sums, pair_bias, (has_decode ? s.gradient : s.slice)[f][0] + pair_m, kWide,
                   has_decode ? s.z[0] : s.d_projection[0], kNarrow, lane);
     }
-    __syncthreads();  // in front of the encoder's GELU; nobody needs the output's gradient any more
+    if (has_mid) {
+      if (a.wanted.mid) {
+        add_rows<P>(other_sums, other_bias, s.d_mid[0] + other_m, kNarrow,
+                    s.mid_normal[0] + other_n, kNarrow, lane);
+      }
+      wait_for_copies();
+    }
+    // In front of the encoder's GELU, the next projection; nobody needs the output's gradient, z
+    // and what belongs to it any more.
+    __syncthreads();
     forget(lane), forget(tile);
 
     fetch_gradient(tile + gridDim.x);
     load_x(tile + gridDim.x);
-    if (has_mid) mid.fetch(tile + gridDim.x, lane);
     if (a.dx != nullptr) {
       float c[kTiles][4] = {};
       multiply_rows<P, kSlices>(c, s.hidden[f][0], kWide, s.resident + kLayout.encode_transposed,
@@ -496,27 +553,20 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
         store_pair(&s.raw[f][row][column], c[j][2 * r], c[j][2 * r + 1]);
       });
     }
-    if (!has_mid) {
-      if (a.wanted.encode) {
-#pragma unroll 1
-        for (int k = 0; k < kFrames; ++k) {
-          add_rows<P>(other_sums, other_bias, s.hidden[k][0] + other_m, kWide,
-                      s.normal[k][0] + other_n, kWide, lane);
-        }
-      }
-    } else {
-      if (a.wanted.mid) {
-        add_rows<P>(other_sums, other_bias, s.d_mid[0] + other_m, kNarrow,
-                    s.mid_normal[0] + other_n, kNarrow, lane);
-      }
-      meet_mid();  // nobody needs the normalised projection any more
+    if (has_mid) {
       mid.forward(lane);
+    } else if (a.wanted.encode) {
+#pragma unroll 1
+      for (int k = 0; k < kFrames; ++k) {
+        add_rows<P>(other_sums, other_bias, s.hidden[k][0] + other_m, kWide,
+                    s.normal[k][0] + other_n, kWide, lane);
+      }
     }
     __syncthreads();  // the gradient of the normalised x; nobody else needs that x any more
     forget(lane), forget(tile);
 
     if (a.dx != nullptr) {
-      float raw[8], normal[8], sum = 0, product = 0;
+      float raw[8], normal[8], product = 0;
       RowPart<T> stored;
       stored.load_shared(s.normal[f][own_row()], lane);
       stored.get(normal);
@@ -528,14 +578,10 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
         raw[i] = v.x, raw[i + 1] = v.y, raw[i + 2] = v.z, raw[i + 3] = v.w;
       }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        sum += raw[i];
-        product = fmaf(raw[i], normal[i], product);
-      }
-      sum = eight_lanes_sum(sum) * (1.f / kMels);
+      for (int i = 0; i < 8; ++i) product = fmaf(raw[i], normal[i], product);
       product = eight_lanes_sum(product) * (1.f / kMels);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) raw[i] = inverse * (raw[i] - sum - normal[i] * product);
+      for (int i = 0; i < 8; ++i) raw[i] = inverse * (raw[i] - normal[i] * product);
       if constexpr (kScores) {
         // x is also what the output is compared with.
         stored.load_shared(s.gradient[f][own_row()], lane);

@@ -59,6 +59,19 @@ struct Left16 {
       load_matrices(v[i], row + i * (32 / static_cast<int>(sizeof(T))));
     }
   }
+  /// From registers: of rows g and g + 8, lane 4g + t has columns 4t to 4t + 3, and the weights'
+  /// inputs are packed in that order.
+  __device__ __forceinline__ explicit Left16(const float (&values)[2][4]) {
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i / 4][i % 4] = __float_as_uint(values[i % 2][i / 2]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[0][i] = pack_pair(T{}, values[i % 2][i / 2 * 2], values[i % 2][i / 2 * 2 + 1]);
+      }
+    }
+  }
 };
 
 /// c[j] += left times 16 rows and 8 columns of weights, packed for operands in memory. Small

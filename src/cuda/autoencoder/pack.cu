@@ -31,22 +31,46 @@ struct Packing {
   }
 };
 
-/// Where output n, input k of a packed matrix lies. For operands in registers fragments.cuh says
-/// why; from memory, tensor cores take columns in their own order.
+/// What a matrix leads from or to, where its order depends on that: a frame's columns, or, from
+/// both sides, the bottleneck.
+enum class Side { other, mel_inputs, mel_outputs, bottleneck };
+
+/// As warpgroups read weights: a line for every output, inputs of up to 128 bytes, xored by eighths
+/// of such a line. Inputs stand as left operands have them in registers; columns of a frame stand
+/// where a lane has those that it loads together.
 template <typename E>
-__device__ __forceinline__ int position(PackedOrder order, int n, int k, int input_blocks) {
-  int tile, g, t, i;
+__device__ __forceinline__ int group_position(int n, int k, int inputs, Side side) {
+  constexpr int kVector = 16 / sizeof(E);
+  const auto place = [](int m) {
+    const int c = m / (4 * kVector) * kVector + m % kVector;
+    return 8 * (c / 2) + 2 * (m / kVector % 4) + c % 2;
+  };
+  if (side == Side::mel_outputs) n = place(n);
+  if (side == Side::mel_inputs) k = place(k);
+  if (sizeof(E) == 4) k = (k & ~7) | (k >> 1 & 3) | (k & 1) << 2;
+  const int line = min(inputs, 8 * kVector), row = n % 8;
+  const int chunk = k % line / kVector ^ (line == 8 * kVector ? row : row / 2);
+  return ((n / 8 * (inputs / line) + k / line) * 8 + row) * line + chunk * kVector + k % kVector;
+}
+
+/// Where output n, input k of a packed matrix lies. For operands in registers fragments.cuh says
+/// why; from memory, tensor cores take columns in their own order, but for the bottleneck, where
+/// operands.cuh has them in registers.
+template <typename E>
+__device__ __forceinline__ int position(PackedOrder order, int n, int k, int input_blocks,
+                                        Side side) {
+  if (order == PackedOrder::groups) return group_position<E>(n, k, 16 * input_blocks, side);
+  int tile, g, t = (k & 15) >> 2, i = k & 3;
   if (order == PackedOrder::registers) {
     const int r = n & 15;
     tile = 2 * (n >> 4) + ((r >> 1) & 1), g = 2 * (r >> 2) + (r & 1);
-    t = (k & 15) >> 2, i = k & 3;
   } else if (sizeof(E) == 4) {
     // Results as operands.cuh has them.
     tile = n >> 5 << 2 | (n >> 2 & 3), g = n >> 2 & 4 | (n & 3);
-    t = k & 3, i = (k & 15) >> 2;
+    if (side != Side::bottleneck) t = k & 3, i = (k & 15) >> 2;
   } else {
     tile = n >> 3, g = n & 7;
-    t = (k & 7) >> 1, i = (k & 8) >> 2 | (k & 1);
+    if (side != Side::bottleneck) t = (k & 7) >> 1, i = (k & 8) >> 2 | (k & 1);
   }
   return 4 * ((tile * input_blocks + (k >> 4)) * 32 + 4 * g + t) + i;
 }
@@ -61,34 +85,48 @@ __device__ __forceinline__ E packed_value(float value) {
   }
 }
 
+/// Over the block, in every thread; once a kernel.
+__device__ __forceinline__ float2 block_sum(float2 value) {
+  __shared__ float2 parts[kThreads / 32];
+  value = make_float2(warp_sum(value.x), warp_sum(value.y));
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+  __syncthreads();
+  float2 sum = parts[0];
+  for (int i = 1; i < kThreads / 32; ++i) sum.x += parts[i].x, sum.y += parts[i].y;
+  return sum;
+}
+
 /// One row of a Linear behind a LayerNorm: weights times the norm's, bias plus weights times its
-/// bias.
+/// bias. Transposed, less their mean: what goes back through a LayerNorm loses its own anyway.
 template <typename W, typename E, bool kRound>
 __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inputs,
                             const void* weight, const void* bias, const void* norm_weight,
                             const void* norm_bias, int output_blocks, int input_blocks,
                             bool of_frames, int at, int transposed_at, float* packed_bias) {
-  float shift = 0;
+  const auto folded = [&](int k) {
+    return p.read(weight, static_cast<long long>(n) * inputs + k) * p.read(norm_weight, k);
+  };
+  float2 own{};  // bias, weights
   for (int k = threadIdx.x; k < 16 * input_blocks; k += blockDim.x) {
     float value = 0;
     if (n < outputs && k < inputs) {
-      const float w = p.read(weight, static_cast<long long>(n) * inputs + k);
-      value = w * p.read(norm_weight, k);
-      shift += w * p.read(norm_bias, k);
+      value = folded(k);
+      own.x += p.read(weight, static_cast<long long>(n) * inputs + k) * p.read(norm_bias, k);
+      own.y += value;
     }
-    const E e = packed_value<E, kRound>(value);
-    const int column = of_frames ? p.layout.mel(k) : k;
-    p.weights[4 * at + position<E>(p.order, n, column, input_blocks)] = e;
-    if (p.backward) p.weights[4 * transposed_at + position<E>(p.order, k, n, output_blocks)] = e;
+    p.weights[4 * at + position<E>(p.order, n, of_frames ? p.layout.mel(k) : k, input_blocks,
+                                   of_frames ? Side::mel_inputs : Side::bottleneck)] =
+        packed_value<E, kRound>(value);
   }
-  __shared__ float parts[kThreads / 32];
-  shift = warp_sum(shift);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = shift;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    float sum = n < outputs ? p.read(bias, n) : 0.f;
-    for (int i = 0; i < kThreads / 32; ++i) sum += parts[i];
-    packed_bias[n] = sum;
+  const float2 sum = block_sum(own);
+  if (threadIdx.x == 0) packed_bias[n] = (n < outputs ? p.read(bias, n) : 0.f) + sum.x;
+  if (!p.backward) return;
+  const float mean = sum.y / inputs;
+  for (int k = threadIdx.x; k < 16 * input_blocks; k += blockDim.x) {
+    const float value = n < outputs && k < inputs ? folded(k) - mean : 0.f;
+    p.weights[4 * transposed_at + position<E>(p.order, k, n, output_blocks,
+                                              of_frames ? Side::mel_outputs : Side::bottleneck)] =
+        packed_value<E, kRound>(value);
   }
 }
 
@@ -135,11 +173,11 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
     sum = warp_sum(sum, kDotLanes) * inverse;
     if (i >= count || lane != 0) continue;
     const E e = packed_value<E, kRound>(real ? sum : 0.f);
-    p.weights[4 * (y.decode + f * y.decode_step) + position<E>(p.order, y.mel(m), l, y.latents)] =
-        e;
+    p.weights[4 * (y.decode + f * y.decode_step) +
+              position<E>(p.order, y.mel(m), l, y.latents, Side::mel_outputs)] = e;
     if (p.backward) {
       p.weights[4 * (y.decode_transposed + f * y.decode_step) +
-                position<E>(p.order, l, m, y.mels)] = e;
+                position<E>(p.order, l, m, y.mels, Side::mel_inputs)] = e;
     }
   }
 
@@ -149,10 +187,11 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
     const int f = i / padded_slices, s = i - f * padded_slices;
     const float value = s < p.slice_latent ? row[f * p.slice_latent + s] * inverse : 0.f;
     const E e = packed_value<E, kRound>(value);
-    p.weights[4 * (y.project + f * y.project_step) + position<E>(p.order, l, s, y.slices)] = e;
+    p.weights[4 * (y.project + f * y.project_step) +
+              position<E>(p.order, l, s, y.slices, Side::other)] = e;
     if (p.backward) {
       p.weights[4 * (y.project_transposed + f * y.project_step) +
-                position<E>(p.order, s, l, y.latents)] = e;
+                position<E>(p.order, s, l, y.latents, Side::other)] = e;
     }
   }
 }

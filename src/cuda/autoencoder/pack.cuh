@@ -8,7 +8,8 @@
 //   mid       as encode
 //   decode    G_f = W_dec B^_f^T                          y_f = G_f z + bias: r is never computed
 //
-// and for backward the transposed ones.
+// and for backward the transposed ones; of encode and mid, behind a LayerNorm, with the mean taken
+// from each output's weights: what comes back then has no mean left to be subtracted.
 
 #include "cuda/autoencoder/arguments.cuh"
 
@@ -86,8 +87,9 @@ inline const float* packed_floats(const PackedLayout& layout, const void* packed
                                         packed_weight_bytes(layout, kind));
 }
 
-/// For activations in registers, or in shared memory, where several warps have them.
-enum class PackedOrder { registers, memory };
+/// For activations in registers, or in shared memory, where several warps have them, or for
+/// warpgroups, which have columns of frames in multiples of 32.
+enum class PackedOrder { registers, memory, groups };
 
 /// Fills packed_bytes(...) of memory. `dtype` is x's: that of the packed halves.
 void pack_weights(const Context& context, const AutoencoderSizes& sizes,

@@ -158,7 +158,8 @@ __device__ __forceinline__ void normalise(Block (&blocks)[kBlocks], int count, i
   }
 }
 
-/// LayerNorm's gradient: from that of the normalised values (in `gradient`) to that of its input.
+/// LayerNorm's gradient: from that of the normalised values (in `gradient`, less its mean: the
+/// weights see to that) to that of its input.
 template <int kBlocks>
 __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
                                                    const Block (&normalised)[kBlocks], int count,
@@ -166,17 +167,15 @@ __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
                                                    const float (&inverse_deviation)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = 0, product = 0;
+    float product = 0;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       if (b >= count) break;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sum += gradient[b].v[r][i];
         product = fmaf(gradient[b].v[r][i], normalised[b].v[r][i], product);
       }
     }
-    sum = row_sum(sum) * (1.f / columns);
     product = row_sum(product) * (1.f / columns);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -184,7 +183,7 @@ __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         gradient[b].v[r][i] =
-            inverse_deviation[r] * (gradient[b].v[r][i] - sum - normalised[b].v[r][i] * product);
+            inverse_deviation[r] * (gradient[b].v[r][i] - normalised[b].v[r][i] * product);
       }
     }
   }

@@ -338,12 +338,14 @@ def _terms(x, weights, steps, gradient, d, output) -> dict[str, tuple[Tensor, Te
 
 def _scale(last: float, inside: float, dtype: torch.dtype, data: torch.dtype) -> float:
     """The outermost sum rounds in `dtype`. Those inside are kept in the accumulator's precision,
-    so for half types they count with the accumulator's eps and not with half's. And for a 256th:
-    through six layers the worst case is a thousand times what comes of it, as errors average out,
-    and would let another GELU pass. In float64 they count whole, as the reference rounds, too."""
+    so for half types they count with the accumulator's eps and not with half's. Of float32 data,
+    they count for a 256th: through six layers the worst case is a thousand times what comes of it,
+    as errors average out, and would let another GELU pass. In float64 they count whole, as the
+    reference rounds, too; in half types it is torch's own error that decides."""
     if data == torch.float64:
         return last + inside
-    return last + inside / 256 * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
+    counted = inside / 256 if data == torch.float32 else inside
+    return last + counted * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
 
 
 def _largest(terms: Tensor) -> float:
