@@ -90,7 +90,7 @@ AUTOENCODERS = (
     (1, 1, 1, 1, 1),
 )
 MANY_ROWS = 2128  # of the default model: forward's kernel for many, and backward's twice a block
-WARPGROUP_ROWS = 12289  # of the default model: backward's kernel for many, in TF32 and halves
+WARPGROUP_ROWS = 24037  # of the default model: backward's kernel for many, in TF32 and halves
 
 
 def autoencoder_size(size, dtype) -> int:

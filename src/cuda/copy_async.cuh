@@ -62,11 +62,6 @@ __device__ __forceinline__ void copy_vector_or_zeros(void* shared, const void* g
                : "memory");
 }
 
-/// Brings a line of 128 bytes nearer, into L2.
-__device__ __forceinline__ void prefetch_line(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
 /// One float by this thread.
 __device__ __forceinline__ void copy_float(float* shared, const float* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)

@@ -24,19 +24,21 @@ int attribute(cudaDeviceAttr which, int device) {
 
 __global__ void empty_kernel() {}
 
-/// Of the GPU, or of the code built for it where that is older: kernels for sm_80 that were
-/// translated for a newer GPU still leave out what __CUDA_ARCH__ left out.
-int capability_of(int device) {
+/// Of the code built for this GPU: kernels for sm_80 that were translated for a newer one still
+/// leave out what __CUDA_ARCH__ left out.
+int built_capability(int device) {
   const CurrentDevice current({DeviceType::cuda, device});
   cudaFuncAttributes built{};
   check_cuda(cudaFuncGetAttributes(&built, empty_kernel), "looking for kernels for this GPU");
-  return std::min(built.ptxVersion, 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
-                                        attribute(cudaDevAttrComputeCapabilityMinor, device));
+  return built.ptxVersion;
 }
 
 DeviceLimits ask(int device) {
+  const int gpu = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+                  attribute(cudaDevAttrComputeCapabilityMinor, device);
   return {
-      .capability = capability_of(device),
+      .capability = std::min(built_capability(device), gpu),
+      .gpu_capability = gpu,
       .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device),
       .shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
       .block_shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),

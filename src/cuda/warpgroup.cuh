@@ -5,8 +5,9 @@
 // are made. Compiled for sm_90a only.
 //
 // A result's tile has 8 columns: of 16 rows of warp w, lane 4g + t has columns 2t and 2t + 1 in
-// rows g and g + 8. `d[4 j + 2 r + b]` is tile j, row g + 8 r, column 2t + b; left operands in
-// registers are given in the same order.
+// rows g and g + 8. `d[4 j + 2 r + b]` is tile j, row g + 8 r, column 2t + b. Of a left operand in
+// registers, halves, lane 4g + t has the pairs of columns 2t and 8 + 2t; of float32, columns t and
+// 4 + t; row g first, then g + 8.
 
 #include <cstdint>
 

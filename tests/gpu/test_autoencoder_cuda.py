@@ -59,8 +59,9 @@ def test_many_rows(kind, output):
         make_case(65536, DEFAULT, "cuda", dtypes, output=output).check()
 
 
-# Backward by warpgroups begins here on Hopper, in TF32 and halves; none of them is a whole tile.
-WARPGROUP_ROWS = 12288 + 37
+# So many that backward on Hopper is by warpgroups, in TF32 and halves: some blocks have a second
+# tile of 128 rows, and the last one is not whole.
+WARPGROUP_ROWS = 24037
 
 
 def kind_of_products(kind):
@@ -108,8 +109,7 @@ def test_rows_of_nan_by_warpgroups(kind, output):
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
 @pytest.mark.parametrize("kind", ["tf32", "bf16"])
 def test_warpgroups_without_dx(kind, output):
-    """The same gradients, bit by bit, for x that needs none; and, by another kernel, nearly the
-    same ones beside a frozen basis."""
+    """The same gradients, bit by bit, for x that needs none, and beside a frozen basis."""
     dtypes, setting = kind_of_products(kind)
     with setting:
         case = make_case(WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, output=output)
@@ -124,17 +124,14 @@ def test_warpgroups_without_dx(kind, output):
             wanted = [p for p in parameters if p.requires_grad]
             found = torch.autograd.grad(result, wanted, case.gradient)
             for name, value in zip(learned, found, strict=True):
-                if frozen is None:
-                    assert same_bits(value, right[name]), name
-                else:
-                    assert (value - right[name]).abs().max() < 2e-2 * right[name].abs().max(), name
+                assert same_bits(value, right[name]), f"{name}, frozen: {frozen}"
 
 
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
 def test_where_another_kernel_takes_over(dtypes):
     """By so many rows for each multiprocessor; both sides of every boundary."""
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    for rows_of_each in (1, 2, 4, 16, 32, 64):
+    for rows_of_each in (1, 2, 4, 16, 32, 64, 80, 128):
         for rows in (rows_of_each * count, rows_of_each * count + 1):
             make_case(rows, DEFAULT, "cuda", DTYPES[dtypes]).check()
 

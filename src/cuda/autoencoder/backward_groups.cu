@@ -2,13 +2,15 @@
 // 64 rows each and go through the frames, first back through the decoder, then through the encoder.
 // What leads from one product to the next stays in registers; what is summed over rows goes to
 // shared memory, where one group makes half of the sums and keeps them in registers. x, the
-// incoming gradient and dx cross memory once. Bound by issuing.
+// incoming gradient and dx cross memory once; of the score, x is read twice, and dx written, read
+// and written, mostly in L2. Bound by latency: a scheduler has two warps.
 
 #include "cuda/autoencoder/backward_groups.cuh"
 
 #include <algorithm>
 
 #include "common/scratch.h"
+#include "cuda/autoencoder/estimates.h"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/rows.cuh"
 #include "cuda/launch.cuh"
@@ -51,7 +53,7 @@ using Weights = OperandLayout<(kInputs * sizeof(T) < 128 ? 64 : 128),
                               8 * static_cast<int>(kInputs * sizeof(T))>;
 
 /// What the sums over rows are made of: up to 64 columns of all rows. float32 is stored by columns,
-/// 32 rows in a line; halves by rows.
+/// 32 rows in a line; halves by rows, which have room for 64 columns.
 template <typename T, int kColumns>
 struct Panel {
   static constexpr int kWidth = sizeof(T) == 4 ? kColumns : 64;
@@ -142,7 +144,9 @@ class Place<T> {
   }
   template <int kColumns>
   __device__ __forceinline__ float2 take(const Panel<T, kColumns>& from, int tile, int r) const {
-    const T* pair = from.values + pair_ + r * 8 * 64 + (tile ^ pair_xor_) * 8;
+    const unsigned bits = *reinterpret_cast<const unsigned*>(from.values + pair_ + r * 8 * 64 +
+                                                             (tile ^ pair_xor_) * 8);
+    const T* pair = reinterpret_cast<const T*>(&bits);
     return make_float2(to_accumulator<float>(pair[0]), to_accumulator<float>(pair[1]));
   }
 
@@ -158,7 +162,8 @@ __device__ __forceinline__ void put_all(const Place<T>& place, Panel<T, kColumns
   for (int j = 0; j < kSize / 4; j += 2) place.put(to, j, v + 4 * j);
 }
 
-/// Asks for d = left times weights, or d += that. Of two rows, a lane has a quarter of the values.
+/// Asks for d = left times weights, or d += that. Of two rows, a lane has a quarter of the values,
+/// and may read, not write, `left` before the products are done.
 template <typename T, bool kAdd, int kLeft, int kSize>
 __device__ __forceinline__ void multiply(float (&d)[kSize], const float (&left)[kLeft],
                                          const T* weights) {
@@ -386,9 +391,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int i = threadIdx.x / kLines;
     const long long row = static_cast<long long>(tile) * kRows + i;
     if (i >= kRows || row >= a.rows) return;
-    prefetch_line(incoming + row * incoming_stride + f * kMels + threadIdx.x % kLines * kLine);
+    prefetch(incoming + row * incoming_stride + f * kMels + threadIdx.x % kLines * kLine);
     if (f == kFrames - 1 && threadIdx.x % kLines == 0) {
-      prefetch_line(a.projection + row * kLatents);
+      prefetch(a.projection + row * kLatents);
     }
   };
   const auto staged = [&](float (&d)[32]) {
@@ -401,13 +406,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto dx_at = [&](long long row, int f, int r, int q) {
     return dx + ((row + 8 * r) * kFrames + f) * kMels + kVector * (4 * q + t);
   };
-  const auto store_dx = [&](long long row, int f, const float (&d)[32], float sign) {
+  const auto each_dx = [&](long long row, int f, auto&& body) {
     each_vector<T>([&](int r, int q) {
-      if (row + 8 * r >= a.rows) return;
-      Vector<T> v;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) v.set(i, sign * d[order_of<T>(r, q, i)]);
-      store_streaming(dx_at(row, f, r, q), v);
+      if (row + 8 * r < a.rows) body(dx_at(row, f, r, q), r, q);
     });
   };
 
@@ -493,7 +494,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       add_both_rows(bias, d);
       if constexpr (kScores) {
         // x is also what the output is compared with.
-        if (dx != nullptr) store_dx(row, f, d, -1.f);
+        if (dx != nullptr) {
+          each_dx(row, f, [&](T* to, int r, int q) {
+            Vector<T> v;
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) v.set(i, -d[order_of<T>(r, q, i)]);
+            store_vector(to, v);
+          });
+        }
       }
       wait_for_products();
       wait_for_copies();
@@ -573,15 +581,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       const auto finish_dx = [&] {
         if (dx == nullptr) return;
         denormalise(raw, inverse, place, s.a);
-        if constexpr (kScores) {
-          each_vector<T>([&](int r, int q) {
-            if (!real[r]) return;
-            const Vector<T> v = load_vector(dx_at(row, f, r, q));
+        each_dx(row, f, [&](T* to, int r, int q) {
+          [[maybe_unused]] Vector<T> compared;
+          if constexpr (kScores) compared = load_vector(to);
+          Vector<T> v;
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) raw[order_of<T>(r, q, i)] += v[i];
-          });
-        }
-        store_dx(row, f, raw, 1.f);
+          for (int i = 0; i < kVector; ++i) {
+            const float value = raw[order_of<T>(r, q, i)];
+            v.set(i, kScores ? value + compared[i] : value);
+          }
+          store_streaming(to, v);
+        });
       };
       // In either group, so that its own products go on meanwhile, or come at once behind.
       if (group == 0) {
@@ -660,21 +670,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 using namespace autoencoder;
 
 bool autoencoder_groups_fit(const Context& context, const AutoencoderBackwardArguments& call) {
-  // With fewer rows, most multiprocessors would have less than one tile.
-  constexpr std::int64_t kManyRows = 12288;
   const std::int64_t bytes = size_of(call.dtype), width = kFrames * kMels;
   const auto aligned = [](const void* address, std::int64_t stride, std::int64_t bytes) {
     return rows_aligned(address, stride, bytes, 16);
   };
-  const WantedSums wanted = wanted_sums(call);
-  return call.sizes.rows >= kManyRows && limits_of(context.device).capability == 90 &&
+  const DeviceLimits& limits = limits_of(context.device);
+  return limits.gpu_capability == 90 &&
+         warpgroups_are_faster(call.sizes.rows, limits.multiprocessors, call.d_score != nullptr) &&
          (call.dtype == DType::f32 ? call.tf32 : call.dtype != DType::f64) &&
          has_default_shape(call.sizes) && call.sizes.frames == kFrames &&
          (call.d_out == nullptr) != (call.d_score == nullptr) && call.d_z == nullptr &&
-         call.projection != nullptr && wanted.encode && wanted.mid && wanted.project &&
-         wanted.decode && aligned(call.x, call.x_stride, bytes) &&
-         aligned(call.d_out, width, bytes) && aligned(call.dx, width, bytes) &&
-         aligned(call.projection, kLatents, 4);
+         call.projection != nullptr && wanted_sums(call).any() &&
+         aligned(call.x, call.x_stride, bytes) && aligned(call.d_out, width, bytes) &&
+         aligned(call.dx, width, bytes) && aligned(call.projection, kLatents, 4);
 }
 
 void autoencoder_groups_run(const Context& context, const AutoencoderBackwardArguments& call) {

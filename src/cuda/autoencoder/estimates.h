@@ -59,4 +59,16 @@ inline bool products_are_faster(const AutoencoderBackwardArguments& call, bool k
          choose(call.dtype, call.tf32, known_sizes ? kKnown : kFused).of(call.sizes);
 }
 
+/// Whether backward_groups.cu is faster than backward_frames.cu. Both take as long as the
+/// multiprocessor with most tiles of rows, of 128 and of 16; a large tile takes as long as some
+/// four small ones, or, as it goes through the score, somewhat more, and that kernel begins and
+/// ends later. From the times of 4096 to 65536 rows, in TF32 and bfloat16.
+inline bool warpgroups_are_faster(std::int64_t rows, int multiprocessors, bool of_score) {
+  const auto turns = [&](int tile) {
+    const std::int64_t once = std::int64_t{tile} * multiprocessors;
+    return static_cast<double>((rows + once - 1) / once);
+  };
+  return of_score ? 4.6 * turns(128) + 1.8 < turns(16) : 4 * turns(128) + 1.5 < turns(16);
+}
+
 }  // namespace fusewise::cuda::autoencoder

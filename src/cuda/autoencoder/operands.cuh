@@ -138,8 +138,8 @@ __device__ __forceinline__ unsigned pair_of_ones(__nv_bfloat16) { return 0x3f803
 
 /// c[i][j] += a^T b over 16 rows: 16 * kLefts columns of a by 8 * kTiles of b, and sums[i] += a's
 /// columns where `sums` is given. What the tensor cores add up in float32 accuracy is of these rows
-/// alone, and then added with rounding: they drop what does not fit. TF32 operands are cut;
-/// kCutBoth makes up for it.
+/// alone, and then added with rounding: they drop what does not fit. TF32 operands are
+/// rounded here.
 template <typename P, int kLefts, int kTiles>
 __device__ __forceinline__ void add_rows(float (&c)[kLefts][kTiles][4],
                                          ColumnSums<typename P::Weight>* sums,

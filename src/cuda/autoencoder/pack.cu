@@ -104,7 +104,9 @@ __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inpu
                             const void* norm_bias, int output_blocks, int input_blocks,
                             bool of_frames, int at, int transposed_at, float* packed_bias) {
   const auto folded = [&](int k) {
-    return p.read(weight, static_cast<long long>(n) * inputs + k) * p.read(norm_weight, k);
+    // By itself, so that a row of one column less its mean is 0.
+    return __fmul_rn(p.read(weight, static_cast<long long>(n) * inputs + k),
+                     p.read(norm_weight, k));
   };
   float2 own{};  // bias, weights
   for (int k = threadIdx.x; k < 16 * input_blocks; k += blockDim.x) {
@@ -253,6 +255,10 @@ void pack_weights(const Context& context, const AutoencoderSizes& sizes,
                   const AutoencoderTensors<const void*>& parameters, DType parameter_dtype,
                   DType dtype, PackedKind kind, bool backward, const PackedLayout& layout,
                   void* packed, PackedOrder order) {
+  const auto whole_line = [](int size) { return size == 32 || size == 64; };
+  check(order != PackedOrder::groups || (whole_line(sizes.n_mels) && whole_line(sizes.latent) &&
+                                         whole_line(sizes.slice_latent)),
+        "packing for warpgroups: sizes of 32 and 64 only");
   if (kind == PackedKind::f32) {
     return launch<float, float, false>(context, sizes, parameters, backward, order, layout, packed);
   }

@@ -9,7 +9,8 @@
 //   decode    G_f = W_dec B^_f^T                          y_f = G_f z + bias: r is never computed
 //
 // and for backward the transposed ones; of encode and mid, behind a LayerNorm, with the mean taken
-// from each output's weights: what comes back then has no mean left to be subtracted.
+// from each output's weights: what comes back then has no mean left to be subtracted, but for what
+// rounding leaves of it.
 
 #include "cuda/autoencoder/arguments.cuh"
 
@@ -88,7 +89,7 @@ inline const float* packed_floats(const PackedLayout& layout, const void* packed
 }
 
 /// For activations in registers, or in shared memory, where several warps have them, or for
-/// warpgroups, which have columns of frames in multiples of 32.
+/// warpgroups, whose sizes are 32 and 64.
 enum class PackedOrder { registers, memory, groups };
 
 /// Fills packed_bytes(...) of memory. `dtype` is x's: that of the packed halves.

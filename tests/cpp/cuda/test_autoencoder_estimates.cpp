@@ -50,5 +50,20 @@ TEST(AutoencoderEstimates, FusedKernelsAreFasterForSmallSizes) {
   EXPECT_FALSE(forward({16384, 80, 5, 32, 64}, kHalf));
 }
 
+TEST(AutoencoderEstimates, WarpgroupsAreFasterForManyRows) {
+  for (const bool of_score : {false, true}) {
+    for (const std::int64_t rows : {0, 1, 512, 4096, 8192}) {
+      EXPECT_FALSE(warpgroups_are_faster(rows, 132, of_score)) << rows;
+    }
+    // One large tile for each multiprocessor; then one of them has a second one.
+    EXPECT_TRUE(warpgroups_are_faster(128 * 132, 132, of_score));
+    EXPECT_FALSE(warpgroups_are_faster(128 * 132 + 1, 132, of_score));
+    for (const std::int64_t rows : {24000, 40000, 65536, 1 << 30}) {
+      EXPECT_TRUE(warpgroups_are_faster(rows, 132, of_score)) << rows;
+    }
+    EXPECT_TRUE(warpgroups_are_faster(128 * 78, 78, of_score));
+  }
+}
+
 }  // namespace
 }  // namespace fusewise::cuda::autoencoder
