@@ -144,9 +144,7 @@ class Place<T> {
   }
   template <int kColumns>
   __device__ __forceinline__ float2 take(const Panel<T, kColumns>& from, int tile, int r) const {
-    const unsigned bits = *reinterpret_cast<const unsigned*>(from.values + pair_ + r * 8 * 64 +
-                                                             (tile ^ pair_xor_) * 8);
-    const T* pair = reinterpret_cast<const T*>(&bits);
+    const T* pair = from.values + pair_ + r * 8 * 64 + (tile ^ pair_xor_) * 8;
     return make_float2(to_accumulator<float>(pair[0]), to_accumulator<float>(pair[1]));
   }
 
@@ -406,9 +404,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto dx_at = [&](long long row, int f, int r, int q) {
     return dx + ((row + 8 * r) * kFrames + f) * kMels + kVector * (4 * q + t);
   };
-  const auto each_dx = [&](long long row, int f, auto&& body) {
+  const auto store_dx = [&](long long row, int f, const float (&d)[32], float sign) {
     each_vector<T>([&](int r, int q) {
-      if (row + 8 * r < a.rows) body(dx_at(row, f, r, q), r, q);
+      if (row + 8 * r >= a.rows) return;
+      Vector<T> v;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) v.set(i, sign * d[order_of<T>(r, q, i)]);
+      store_streaming(dx_at(row, f, r, q), v);
     });
   };
 
@@ -494,14 +496,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       add_both_rows(bias, d);
       if constexpr (kScores) {
         // x is also what the output is compared with.
-        if (dx != nullptr) {
-          each_dx(row, f, [&](T* to, int r, int q) {
-            Vector<T> v;
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) v.set(i, -d[order_of<T>(r, q, i)]);
-            store_vector(to, v);
-          });
-        }
+        if (dx != nullptr) store_dx(row, f, d, -1.f);
       }
       wait_for_products();
       wait_for_copies();
@@ -581,17 +576,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       const auto finish_dx = [&] {
         if (dx == nullptr) return;
         denormalise(raw, inverse, place, s.a);
-        each_dx(row, f, [&](T* to, int r, int q) {
-          [[maybe_unused]] Vector<T> compared;
-          if constexpr (kScores) compared = load_vector(to);
-          Vector<T> v;
+        if constexpr (kScores) {
+          // All of them sent for before the first is stored: those behind would wait for it.
+          each_vector<T>([&](int r, int q) {
+            if (!real[r]) return;
+            const Vector<T> v = load_vector(dx_at(row, f, r, q));
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-            const float value = raw[order_of<T>(r, q, i)];
-            v.set(i, kScores ? value + compared[i] : value);
-          }
-          store_streaming(to, v);
-        });
+            for (int i = 0; i < kVector; ++i) raw[order_of<T>(r, q, i)] += v[i];
+          });
+        }
+        store_dx(row, f, raw, 1.f);
       };
       // In either group, so that its own products go on meanwhile, or come at once behind.
       if (group == 0) {
