@@ -4,8 +4,11 @@
 //     score WEIGHTS.safetensors ROWS.f32
 //
 // WEIGHTS is what the model's save_safetensors wrote; ROWS are little-endian float32 values, row
-// after row.
+// after row. Where WEIGHTS names a "mean" and a "deviation" beside the tensors, as those of
+// examples/machine_sound do, rows are brought to them: such a model has learned (x - mean) /
+// deviation.
 
+#include <cmath>
 #include <cstdio>
 #include <exception>
 #include <fstream>
@@ -36,6 +39,23 @@ std::vector<float> read_floats(const std::string& path) {
   return values;
 }
 
+/// A number among the texts of the file, or `otherwise`.
+float number(const fusewise::Safetensors& file, const char* name, float otherwise) {
+  const auto found = file.metadata().find(name);
+  if (found == file.metadata().end()) return otherwise;
+  std::size_t read = 0;
+  float value = 0;
+  try {
+    value = std::stof(found->second, &read);
+  } catch (const std::exception&) {  // read stays 0
+  }
+  if (read == 0 || read != found->second.size() || !std::isfinite(value)) {
+    throw std::runtime_error("the file's " + std::string(name) + " is '" + found->second +
+                             "', which is no number");
+  }
+  return value;
+}
+
 void score(const std::string& weights_path, const std::string& rows_path) {
   using fusewise::DType, fusewise::TensorView;
   const fusewise::Device cpu{};
@@ -51,6 +71,10 @@ void score(const std::string& weights_path, const std::string& rows_path) {
     throw std::runtime_error(rows_path + ": has " + std::to_string(values) +
                              " values, no whole number of rows of " + std::to_string(width));
   }
+  const float mean = number(file, "mean", 0), deviation = number(file, "deviation", 1);
+  if (!(deviation > 0)) throw std::runtime_error(weights_path + ": its deviation is not above 0");
+  for (float& each : rows) each = (each - mean) / deviation;
+
   std::vector<float> scores(values / width);
   call.x = TensorView(rows.data(), DType::f32, cpu, {values / width, width});
   call.score = TensorView(scores.data(), DType::f32, cpu, {values / width});

@@ -7,7 +7,7 @@
 The first two train a SpectralShapeAutoencoder on the normal sounds, score every test file by the
 mean score of its rows, print the ROC AUC (0.5 is guessing, 1 is right every time), draw both
 distributions to scores.png and write the weights to model.safetensors. The third reads a long
-recording window by window and prints a score for each.
+recording window by window and prints a score for each, the shorter last one included.
 """
 
 import argparse
@@ -28,7 +28,7 @@ except ImportError:
 sys.path.insert(0, str(Path(__file__).parent))
 
 import machine
-from sound import SoundError, mel_filters, read_wav, rows, samples_of
+from sound import SoundError, Wav, mel_filters, read_wav, rows, samples_of
 
 from fusewise.models import SpectralShapeAutoencoder
 
@@ -152,9 +152,7 @@ def train(model, data: torch.Tensor, epochs: int, seed: int) -> None:
         total = 0.0
         for batch in torch.randperm(len(data), generator=generator).split(256):
             optimizer.zero_grad()
-            loss = model.anomaly_score(
-                data[batch]
-            ).mean()  # forward and backward are one kernel each
+            loss = model.anomaly_score(data[batch]).mean()  # one operator each way
             loss.backward()
             optimizer.step()
             schedule.step()
@@ -287,19 +285,23 @@ def load_model(path: Path) -> tuple[SpectralShapeAutoencoder, float, float, int]
 @torch.inference_mode()
 def live(options) -> None:
     model, mean, deviation, rate = load_model(options.weights)
-    samples, _ = read_wav(options.live, rate, "the weights")
+    wav = Wav(options.live, rate, "the weights")
     filters = mel_filters(rate, BANDS)
     step = int(options.window * rate)
     if step < samples_of(FRAMES):
         least = math.ceil(100 * samples_of(FRAMES) / rate) / 100
         raise SoundError(f"{options.live}: at {rate} Hz --window takes at least {least} s")
-    if len(samples) < step:
+    if len(wav) < step:
         raise SoundError(
             f"{options.live}: is shorter than a window of {options.window} s: "
             "take a longer recording or a shorter --window"
         )
-    for begin in range(0, len(samples) - step + 1, step):
-        window = rows(samples[begin : begin + step], filters, FRAMES, options.live)
+    for begin in range(0, len(wav), step):
+        samples = wav.read(begin, begin + step)
+        if len(samples) < samples_of(FRAMES):
+            print(f"{begin / rate:8.1f} s  the rest, {len(samples) / rate:.2f} s, is too short")
+            break
+        window = rows(samples, filters, FRAMES, options.live)
         score = model.anomaly_score((window - mean) / deviation).mean().item()
         print(f"{begin / rate:8.1f} s  {score:10.4f}  {'#' * int(min(60, 20 * score))}", flush=True)
 

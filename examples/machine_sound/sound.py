@@ -1,6 +1,7 @@
 """Sounds as rows: reading WAV files, and log-mel frames as the autoencoder takes them."""
 
 import math
+import mmap
 import struct
 from pathlib import Path
 
@@ -19,52 +20,74 @@ class SoundError(Exception):
     """A file that cannot be used; the message names it and says why."""
 
 
-def read_wav(
-    path: Path, rate: int | None = None, like: str = "the files before it"
-) -> tuple[Tensor, int]:
-    """The samples of a WAV file, channels averaged, from -1 to 1, and its rate.
+class Wav:
+    """A WAV file, of which samples are read as they are asked for.
 
     PCM of 8, 16, 24 and 32 bits and float32. Where `rate` is given the file must have it,
     as `like` has.
     """
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise SoundError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(content) < 12 or content[:4] != b"RIFF" or content[8:12] != b"WAVE":
-        raise SoundError(f"{path}: is no WAV file")
-    form, data = _chunks(path, content)
-    kind, channels, found_rate, _, _, bits = struct.unpack("<HHIIHH", form[:16])
-    if kind == 0xFFFE and len(form) >= 26:  # the extensible form names the real one inside
-        kind = struct.unpack("<H", form[24:26])[0]
-    if channels < 1 or found_rate < 1:
-        raise SoundError(f"{path}: has {channels} channels at {found_rate} Hz")
-    if rate is not None and found_rate != rate:
-        raise SoundError(f"{path}: has {found_rate} Hz, expected {rate} as {like}: resample it")
-    width = channels * bits // 8
-    if (kind, bits) not in ((1, 8), (1, 16), (1, 24), (1, 32), (3, 32)):
-        raise SoundError(
-            f"{path}: format {kind} with {bits} bits, expected PCM (1) with 8, 16, 24 or 32 bits, "
-            "or float (3) with 32"
-        )
-    if len(data) % width:
-        raise SoundError(f"{path}: {len(data)} bytes of data are no whole number of samples")
-    if not data:
-        raise SoundError(f"{path}: has no samples")
-    samples = _decode(bytearray(data), kind, bits).view(-1, channels).mean(1)
-    if not samples.isfinite().all():
-        raise SoundError(f"{path}: has samples that are NaN or infinite: mend it or leave it out")
-    return samples, found_rate
+
+    def __init__(self, path: Path, rate: int | None = None, like: str = "the files before it"):
+        try:
+            with Path(path).open("rb") as file:
+                empty = file.seek(0, 2) == 0  # which cannot be mapped
+                content = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise SoundError(f"{path}: cannot be read: {error.strerror}") from error
+        if len(content) < 12 or content[:4] != b"RIFF" or content[8:12] != b"WAVE":
+            raise SoundError(f"{path}: is no WAV file: convert it to one")
+        form, self._data = _chunks(path, memoryview(content))
+        kind, channels, found_rate, _, _, bits = struct.unpack("<HHIIHH", form[:16])
+        if kind == 0xFFFE and len(form) >= 26:  # the extensible form names the real one inside
+            kind = struct.unpack("<H", form[24:26])[0]
+        if channels < 1 or found_rate < 1:
+            raise SoundError(f"{path}: has {channels} channels at {found_rate} Hz")
+        if rate is not None and found_rate != rate:
+            raise SoundError(f"{path}: has {found_rate} Hz, expected {rate} as {like}: resample it")
+        if (kind, bits) not in ((1, 8), (1, 16), (1, 24), (1, 32), (3, 32)):
+            raise SoundError(
+                f"{path}: format {kind} with {bits} bits, expected PCM (1) with 8, 16, 24 or 32 "
+                "bits, or float (3) with 32"
+            )
+        self._width = channels * bits // 8
+        if len(self._data) % self._width:
+            size = len(self._data)
+            raise SoundError(f"{path}: {size} bytes of data are no whole number of samples")
+        if not len(self._data):
+            raise SoundError(f"{path}: has no samples")
+        self.path, self.rate, self._form = path, found_rate, (kind, bits, channels)
+
+    def __len__(self) -> int:
+        return len(self._data) // self._width
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Samples `begin` to `end`, or to the last one, channels averaged, from -1 to 1."""
+        kind, bits, channels = self._form
+        data = bytearray(self._data[begin * self._width : end * self._width])
+        samples = _decode(data, kind, bits).view(-1, channels).mean(1)
+        if not samples.isfinite().all():
+            raise SoundError(
+                f"{self.path}: has samples that are NaN or infinite: mend it or leave it out"
+            )
+        return samples
 
 
-def _chunks(path: Path, content: bytes) -> tuple[bytes, bytes]:
+def read_wav(
+    path: Path, rate: int | None = None, like: str = "the files before it"
+) -> tuple[Tensor, int]:
+    """All samples of a WAV file, and its rate."""
+    wav = Wav(path, rate, like)
+    return wav.read(0, len(wav)), wav.rate
+
+
+def _chunks(path: Path, content: memoryview) -> tuple[memoryview, memoryview]:
     """The format and the data; each length is held against the file."""
     form = None
     place = 12
     while place + 8 <= len(content):
-        name, length = content[place : place + 4], struct.unpack_from("<I", content, place + 4)[0]
+        name, length = struct.unpack_from("<4sI", content, place)
         place += 8
-        if name == b"data" and length == 0xFFFFFFFF:  # as a recording that was streamed has it
+        if name == b"data" and length >= 0x7FFFF000:  # as a recording that was streamed has it
             length = len(content) - place
         if place + length > len(content):
             there = len(content) - place

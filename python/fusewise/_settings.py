@@ -34,7 +34,8 @@ class implementation:
 
     Forward and backward are operators of their own: `squeeze_excite_backward="general"`. One that
     has no implementation of that name, or whose implementation declines the call, raises an error
-    with every reason. What holds when forward runs, holds for the backward that belongs to it.
+    with every reason. An empty name, inside another block, gives the choice back to the library.
+    What holds when forward runs, holds for the backward that belongs to it.
     """
 
     def __init__(self, **names: str):

@@ -1054,6 +1054,42 @@ def test_save_safetensors(module, tmp_path):
     SpectralShapeAutoencoder(6, 3, 4, 5).load_state_dict(loaded)
 
 
+def test_others_may_read_a_saved_file(module, tmp_path):
+    """As any file that is written here: a service runs as another user."""
+    pytest.importorskip("safetensors")
+    (tmp_path / "plain").touch()
+    module.save_safetensors(tmp_path / "weights.safetensors")
+    modes = [path.stat().st_mode for path in sorted(tmp_path.iterdir())]
+    assert modes[0] == modes[1]
+
+
+def test_a_pruned_model_is_saved_as_it_computes(module, device, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    prune.l1_unstructured(module.slice_encoder[1], "weight", 0.5)
+    module.save_safetensors(tmp_path / "weights.safetensors")
+    plain = SpectralShapeAutoencoder(6, 3, 4, 5, device=device)
+    plain.load_state_dict(safetensors.load_file(tmp_path / "weights.safetensors"))
+    x = torch.randn(3, 18, device=device)
+    assert same_bits(plain(x), module(x))
+    assert (plain.slice_encoder[1].weight == 0).sum() == 15
+
+
+def test_parts_that_would_not_be_called_are_refused(module, device):
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    x = torch.randn(2, 18, device=device)
+    module.slice_decoder[0] = Adapted(5, 6, device=device)
+    said = "^slice_decoder: expected Linear of torch.nn, got Adapted: their forward would not be"
+    with pytest.raises(TypeError, match=said):
+        module(x)
+    module.slice_decoder[0] = torch.nn.Linear(5, 6, device=device)
+    module.slice_encoder.append(torch.nn.Dropout())
+    with pytest.raises(TypeError, match="^slice_encoder: expected LayerNorm, Linear .* Dropout"):
+        module.encode(x)
+
+
 def test_save_safetensors_without_the_package(module, monkeypatch, tmp_path):
     for name in ("safetensors", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -1090,6 +1126,26 @@ def test_scores_from_cpp_are_pythons(tmp_path, dtype):
     scores = torch.tensor([float(line) for line in done.stdout.split()])
     ours = module.anomaly_score(x).detach()
     torch.testing.assert_close(scores, ours, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+
+
+def test_the_cpp_example_brings_rows_to_what_the_model_learned(tmp_path):
+    """With the mean and deviation that the file carries, as examples/machine_sound writes them."""
+    pytest.importorskip("safetensors")
+    module = SpectralShapeAutoencoder()
+    x = torch.randn(7, 320)
+    (3 * x - 5).numpy().tofile(tmp_path / "rows.f32")
+    module.save_safetensors(tmp_path / "w", {"mean": "-5.0", "deviation": "3.0"})
+    done = run_score(tmp_path / "w", tmp_path / "rows.f32")
+    scores = torch.tensor([float(line) for line in done.stdout.split()])
+    torch.testing.assert_close(scores, module.anomaly_score(x).detach(), rtol=1e-5, atol=0)
+    for metadata, said in (
+        ({"mean": "much"}, "the file's mean is 'much', which is no number"),
+        ({"deviation": "nan"}, "the file's deviation is 'nan', which is no number"),
+        ({"deviation": "0"}, "its deviation is not above 0"),
+    ):
+        module.save_safetensors(tmp_path / "w", metadata)
+        done = run_score(tmp_path / "w", tmp_path / "rows.f32")
+        assert done.returncode == 1 and said in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

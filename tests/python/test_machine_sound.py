@@ -38,14 +38,21 @@ def test_faults_are_found(trained):
 
 def test_live_scores_a_long_file(trained, tmp_path, capsys):
     generator = torch.Generator().manual_seed(7)
-    parts = [machine.machine(2, generator), machine.machine(2, generator, "bearing")]
-    write_wav(tmp_path / "long.wav", torch.cat(parts), machine.RATE)
+    parts = [machine.machine(2, generator), machine.machine(2.5, generator, "bearing")]
+    sound = torch.cat(parts)
     weights = trained[1] / "model.safetensors"
-    machine_sound.main(["--live", str(tmp_path / "long.wav"), "--weights", str(weights)])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [float(line[0]) for line in lines] == [0, 1, 2, 3]
+
+    def live(seconds):
+        write_wav(tmp_path / "long.wav", sound[: int(seconds * machine.RATE)], machine.RATE)
+        machine_sound.main(["--live", str(tmp_path / "long.wav"), "--weights", str(weights)])
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    lines = live(4.5)  # the last window is shorter
+    assert [float(line[0]) for line in lines] == [0, 1, 2, 3, 4]
     scores = [float(line[2]) for line in lines]
     assert max(scores[:2]) < min(scores[2:])
+    assert live(4) == lines[:4]
+    assert " ".join(live(4.1)[4]) == "4.0 s the rest, 0.10 s, is too short"
 
 
 def folders(path, **changes):
@@ -248,8 +255,9 @@ def test_every_format(read, bits, kind, values):
     assert torch.equal(read(wav(values, kind, bits=bits, extra=odd))[0], samples)
 
 
-def test_a_recording_that_was_streamed_goes_to_its_end(read):
-    samples, _ = read(wav(struct.pack("<2h", 0, 16384), told=0xFFFFFFFF))
+@pytest.mark.parametrize("told", [0xFFFFFFFF, 0x7FFFF000])
+def test_a_recording_that_was_streamed_goes_to_its_end(read, told):
+    samples, _ = read(wav(struct.pack("<2h", 0, 16384), told=told))
     assert samples.tolist() == [0, 0.5]
 
 

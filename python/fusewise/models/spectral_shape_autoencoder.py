@@ -1,13 +1,22 @@
 """SpectralShapeAutoencoder: reconstructs frames of log-mel values, and scores how well."""
 
 from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ..nn._checks import floating, whole
-from ..nn._parts import parameter, weight_and_bias
+from ..nn._parts import computes_as, parameter, weight_and_bias
 from ._autoencoder import autoencoder
+
+# What holds the parameters, in the operators' order but for the basis, which comes in fifth.
+_PARTS = {
+    "slice_encoder": (nn.LayerNorm, nn.Linear),
+    "bottleneck_mlp": (nn.LayerNorm, nn.Linear),
+    "slice_decoder": (nn.Linear,),
+}
+_BASIS = 4
 
 
 class SpectralShapeAutoencoder(nn.Module):
@@ -91,13 +100,25 @@ class SpectralShapeAutoencoder(nn.Module):
         return self._run(x, "score")
 
     def _run(self, x: Tensor, output: str) -> Tensor:
+        return autoencoder(x, *self._weights(), output=output)
+
+    def _weights(self) -> list[Tensor]:
+        """In the operators' order; made anew where they are pruned or otherwise parametrised."""
         weights = []
-        parts = self._modules
-        for name in ("slice_encoder", "bottleneck_mlp", "slice_decoder"):
-            for part in parts[name]._modules.values():
+        modules = self._modules
+        for name, kinds in _PARTS.items():
+            parts = modules[name]._modules.values()
+            if len(parts) != len(kinds) or not all(map(computes_as, parts, kinds)):
+                expected = ", ".join(kind.__name__ for kind in kinds)
+                found = ", ".join(type(part).__name__ for part in parts)
+                raise TypeError(
+                    f"{name}: expected {expected} of torch.nn, got {found}: their forward would "
+                    "not be called"
+                )
+            for part in parts:
                 weights += weight_and_bias(part)
-        weights.insert(4, parameter(self, "global_basis"))
-        return autoencoder(x, *weights, output=output)
+        weights.insert(_BASIS, parameter(self, "global_basis"))
+        return weights
 
     def save_safetensors(
         self, path: str | PathLike, metadata: dict[str, str] | None = None
@@ -106,12 +127,22 @@ class SpectralShapeAutoencoder(nn.Module):
         `fusewise::Safetensors` reads in C++ and `safetensors.torch.load_file` here. Needs the
         package safetensors."""
         try:
-            from safetensors.torch import save_file
+            from safetensors.torch import save
         except ImportError as error:
             message = "save_safetensors needs the package safetensors: pip install safetensors"
             raise ImportError(message) from error
-        tensors = {name: t.detach().contiguous() for name, t in self.state_dict().items()}
-        save_file(tensors, path, metadata={"model": type(self).__name__, **(metadata or {})})
+        names = [
+            f"{part}.{i}.{name}"
+            for part, kinds in _PARTS.items()
+            for i in range(len(kinds))
+            for name in ("weight", "bias")
+        ]
+        names.insert(_BASIS, "global_basis")
+        values = (weight.detach().contiguous() for weight in self._weights())
+        tensors = dict(zip(names, values, strict=True))
+        content = save(tensors, {"model": type(self).__name__, **(metadata or {})})
+        # Not save_file, whose file nobody else may read.
+        Path(path).write_bytes(content)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # Checkpoints of old have a decoder of their own that no output ever depended on.
