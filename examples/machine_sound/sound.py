@@ -30,8 +30,10 @@ class Wav:
     def __init__(self, path: Path, rate: int | None = None, like: str = "the files before it"):
         try:
             with Path(path).open("rb") as file:
-                empty = file.seek(0, 2) == 0  # which cannot be mapped
-                content = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                if file.seekable() and file.seek(0, 2):
+                    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                else:  # a pipe, or an empty file
+                    content = file.read()
         except OSError as error:
             raise SoundError(f"{path}: cannot be read: {error.strerror}") from error
         if len(content) < 12 or content[:4] != b"RIFF" or content[8:12] != b"WAVE":

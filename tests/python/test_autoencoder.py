@@ -1035,6 +1035,13 @@ def test_bad_dtype():
         SpectralShapeAutoencoder(dtype=torch.int32)
 
 
+def test_errors_name_parameters_as_the_module_does(module, device):
+    module.half()
+    said = r"^slice_encoder\.1\.weight: expected dtype float32 as x, got float16"
+    with pytest.raises(RuntimeError, match=said):
+        module(torch.ones(2, 18, device=device))
+
+
 def test_rows_of_another_length(module, device):
     with pytest.raises(RuntimeError, match="^x: expected rows of 3 x 6 = 18 values, got 20"):
         module(torch.ones(2, 20, device=device))

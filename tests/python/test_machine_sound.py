@@ -1,8 +1,10 @@
 """The example of examples/machine_sound: what it finds, and what files it refuses."""
 
+import os
 import runpy
 import struct
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -258,6 +260,18 @@ def test_every_format(read, bits, kind, values):
 @pytest.mark.parametrize("told", [0xFFFFFFFF, 0x7FFFF000])
 def test_a_recording_that_was_streamed_goes_to_its_end(read, told):
     samples, _ = read(wav(struct.pack("<2h", 0, 16384), told=told))
+    assert samples.tolist() == [0, 0.5]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_recording_that_comes_through_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    content = wav(struct.pack("<2h", 0, 16384), told=0xFFFFFFFF)
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+    writer.start()
+    samples, _ = read_wav(pipe)
+    writer.join()
     assert samples.tolist() == [0, 0.5]
 
 

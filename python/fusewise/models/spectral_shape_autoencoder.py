@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .._ops import AUTOENCODER_WEIGHTS
 from ..nn._checks import floating, whole
 from ..nn._parts import computes_as, parameter, weight_and_bias
 from ._autoencoder import autoencoder
@@ -17,6 +18,13 @@ _PARTS = {
     "slice_decoder": (nn.Linear,),
 }
 _BASIS = 4
+_NAMES = [
+    f"{part}.{i}.{name}"
+    for part, kinds in _PARTS.items()
+    for i in range(len(kinds))
+    for name in ("weight", "bias")
+]
+_NAMES.insert(_BASIS, "global_basis")
 
 
 class SpectralShapeAutoencoder(nn.Module):
@@ -100,7 +108,14 @@ class SpectralShapeAutoencoder(nn.Module):
         return self._run(x, "score")
 
     def _run(self, x: Tensor, output: str) -> Tensor:
-        return autoencoder(x, *self._weights(), output=output)
+        try:
+            return autoencoder(x, *self._weights(), output=output)
+        except RuntimeError as error:
+            # By the name that the parameter has here.
+            for name, own in zip(AUTOENCODER_WEIGHTS, _NAMES, strict=True):
+                if str(error).startswith(f"{name}:"):
+                    raise RuntimeError(own + str(error)[len(name) :]) from None
+            raise
 
     def _weights(self) -> list[Tensor]:
         """In the operators' order; made anew where they are pruned or otherwise parametrised."""
@@ -131,15 +146,8 @@ class SpectralShapeAutoencoder(nn.Module):
         except ImportError as error:
             message = "save_safetensors needs the package safetensors: pip install safetensors"
             raise ImportError(message) from error
-        names = [
-            f"{part}.{i}.{name}"
-            for part, kinds in _PARTS.items()
-            for i in range(len(kinds))
-            for name in ("weight", "bias")
-        ]
-        names.insert(_BASIS, "global_basis")
         values = (weight.detach().contiguous() for weight in self._weights())
-        tensors = dict(zip(names, values, strict=True))
+        tensors = dict(zip(_NAMES, values, strict=True))
         content = save(tensors, {"model": type(self).__name__, **(metadata or {})})
         # Not save_file, whose file nobody else may read.
         Path(path).write_bytes(content)
