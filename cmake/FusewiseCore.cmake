@@ -80,16 +80,16 @@ if(FUSEWISE_WITH_CUDA)
     src/cuda/squeeze_excite/implementations.cpp
     src/cuda/squeeze_excite/two_pass.cu
     src/cuda/squeeze_excite/weight_gradients.cu)
+  set(cuda_options -Xcompiler=-Wall --expt-relaxed-constexpr)
   # Warpgroups' products are of sm_90a alone; no other GPU runs these kernels.
   add_library(fusewise_sm90a OBJECT src/cuda/autoencoder/backward_groups.cu)
   set_target_properties(fusewise_sm90a PROPERTIES
     CUDA_ARCHITECTURES 90a-real JOB_POOL_COMPILE nvcc)
   target_include_directories(fusewise_sm90a PRIVATE include src)
-  target_compile_options(fusewise_sm90a PRIVATE -Xcompiler=-Wall --expt-relaxed-constexpr)
+  target_compile_options(fusewise_sm90a PRIVATE ${cuda_options})
   target_link_libraries(fusewise_sm90a PRIVATE fusewise_options CUDA::cudart_static)
   target_sources(fusewise PRIVATE ${cuda_sources} $<TARGET_OBJECTS:fusewise_sm90a>)
-  target_compile_options(fusewise PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall --expt-relaxed-constexpr>)
+  target_compile_options(fusewise PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${cuda_options}>")
   target_link_libraries(fusewise PUBLIC CUDA::cudart_static CUDA::cublasLt)
   set_target_properties(fusewise PROPERTIES JOB_POOL_COMPILE nvcc)
 else()

@@ -41,6 +41,12 @@ def precision(name):
         matmul.fp32_precision = before
 
 
+def kind_of_products(kind):
+    """The dtypes of a case, and the setting of torch under which it is made and checked."""
+    tf32 = kind == "tf32"
+    return DTYPES["fp32" if tf32 else kind], precision("tf32" if tf32 else "ieee")
+
+
 @pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16", "fp16-fp32"])
 @pytest.mark.parametrize("rows", [1, 32, 512, 4099])
 def test_default_sizes_in_every_implementation(dtypes, rows):
@@ -54,20 +60,14 @@ def test_default_sizes_in_every_implementation(dtypes, rows):
 def test_many_rows(kind, output):
     """Values and gradients where every block has many tiles of rows; the reference comes in
     pieces."""
-    dtypes = DTYPES["fp32" if kind == "tf32" else kind]
-    with precision("tf32" if kind == "tf32" else "ieee"):
+    dtypes, setting = kind_of_products(kind)
+    with setting:
         make_case(65536, DEFAULT, "cuda", dtypes, output=output).check()
 
 
 # So many that backward on Hopper is by warpgroups, in TF32 and halves: some blocks have a second
 # tile of 128 rows, and the last one is not whole.
 WARPGROUP_ROWS = 24037
-
-
-def kind_of_products(kind):
-    """The dtypes of a case, and the setting of torch under which it is made and checked."""
-    tf32 = kind == "tf32"
-    return DTYPES["fp32" if tf32 else kind], precision("tf32" if tf32 else "ieee")
 
 
 @pytest.mark.parametrize("layout", ["rows", "padded", "misaligned"])

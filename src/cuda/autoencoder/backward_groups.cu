@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "common/scratch.h"
+#include "cuda/autoencoder/backward_frames.cuh"
 #include "cuda/autoencoder/estimates.h"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/rows.cuh"
@@ -42,7 +43,7 @@ struct Arguments {
 /// vectors that it loads.
 template <typename T>
 __host__ __device__ constexpr int mel_at(int place) {
-  constexpr int kVector = 16 / sizeof(T);
+  constexpr int kVector = Vector<T>::kSize;
   const int c = place / 8 * 2 + place % 2;
   return c / kVector * 4 * kVector + place % 8 / 2 * kVector + c % kVector;
 }
@@ -340,7 +341,7 @@ template <typename P, bool kScores>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_groups_kernel(const __grid_constant__ Arguments a) {
   using T = typename P::Weight;
-  constexpr int kVector = 16 / sizeof(T), kVectors = 16 / kVector;
+  constexpr int kVector = Vector<T>::kSize, kVectors = 16 / kVector;
   auto& s = *reinterpret_cast<Shared<T, kScores>*>(memory);
   const int group = warp_index() / 4, warp = warp_index() % 4, lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4;
@@ -664,19 +665,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 using namespace autoencoder;
 
 bool autoencoder_groups_fit(const Context& context, const AutoencoderBackwardArguments& call) {
-  const std::int64_t bytes = size_of(call.dtype), width = kFrames * kMels;
-  const auto aligned = [](const void* address, std::int64_t stride, std::int64_t bytes) {
-    return rows_aligned(address, stride, bytes, 16);
-  };
   const DeviceLimits& limits = limits_of(context.device);
-  return limits.gpu_capability == 90 &&
+  return limits.gpu_capability == 90 && autoencoder_frames_fit(context, call) &&
          warpgroups_are_faster(call.sizes.rows, limits.multiprocessors, call.d_score != nullptr) &&
-         (call.dtype == DType::f32 ? call.tf32 : call.dtype != DType::f64) &&
-         has_default_shape(call.sizes) && call.sizes.frames == kFrames &&
-         (call.d_out == nullptr) != (call.d_score == nullptr) && call.d_z == nullptr &&
-         call.projection != nullptr && wanted_sums(call).any() &&
-         aligned(call.x, call.x_stride, bytes) && aligned(call.d_out, width, bytes) &&
-         aligned(call.dx, width, bytes) && aligned(call.projection, kLatents, 4);
+         (call.dtype != DType::f32 || call.tf32) &&
+         (call.d_out != nullptr || call.d_score != nullptr) && call.d_z == nullptr &&
+         call.projection != nullptr && wanted_sums(call).any();
 }
 
 void autoencoder_groups_run(const Context& context, const AutoencoderBackwardArguments& call) {
