@@ -90,7 +90,7 @@ def _chunks(path: Path, content: memoryview) -> tuple[memoryview, memoryview]:
         name, length = struct.unpack_from("<4sI", content, place)
         place += 8
         if name == b"data" and length >= 0x7FFFF000:  # as a recording that was streamed has it
-            length = len(content) - place
+            length = min(length, len(content) - place)
         if place + length > len(content):
             there = len(content) - place
             label = name.decode("ascii", "replace")
