@@ -69,7 +69,12 @@ if(FUSEWISE_WITH_CUDA)
     src/cuda/autoencoder/many_rows.cu
     src/cuda/autoencoder/pack.cu
     src/cuda/device.cu
+    src/cuda/gemm/algorithm_choice.cpp
+    src/cuda/gemm/copies.cu
+    src/cuda/gemm/cublaslt.cpp
+    src/cuda/gemm/padding.cpp
     src/cuda/gemm/product.cpp
+    src/cuda/gemm/product_bucket.cpp
     src/cuda/gemm/tuning.cpp
     src/cuda/linear_act/implementations.cpp
     src/cuda/linear_act/passes.cu

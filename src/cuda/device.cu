@@ -42,6 +42,7 @@ DeviceLimits ask(int device) {
       .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device),
       .shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
       .block_shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+      .l2_cache = attribute(cudaDevAttrL2CacheSize, device),
   };
 }
 
