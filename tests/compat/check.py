@@ -6,9 +6,11 @@ Plain Python, because the environment it runs in has torch and fusewise and noth
 import torch
 
 import fusewise
+from fusewise._amx import avoid_broken_amx
 from fusewise.bench.accuracy import check
 from fusewise.bench.families.squeeze_excite import expected, formula
 
+avoid_broken_amx()
 origin = "site-packages" if "site-packages" in fusewise.__file__ else "the source tree"
 print(f"fusewise {fusewise.__version__} from {origin}, torch {torch.__version__}")
 
