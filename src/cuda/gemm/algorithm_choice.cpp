@@ -149,7 +149,7 @@ Algorithm measured(const Context& context, const Product& p, Description& descri
       run_algorithm(where, p, description, each, workspace.data());
     });
   }
-  return algorithms[fastest(context, ways)];
+  return algorithms[fastest(context, weights_of(p), ways)];
 }
 
 /// The choices of this process, for one GPU.

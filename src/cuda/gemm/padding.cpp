@@ -10,10 +10,9 @@ constexpr std::int64_t kHalf = 2;  // bytes of an element
 constexpr std::int64_t kMultiple = kVectorBytes / kHalf;
 constexpr std::int64_t kScratchAlignment = 256;
 
-// Without a bias both ways are right, and padding pays where the faster GEMM saves more than the
-// copies cost. Measured on an H200: 76 TFLOP/s on unaligned operands, 400 on aligned ones; a copy
-// reads and writes at 3 TB/s, its launch takes 3 us.
-constexpr double kSavedPerFlop = 1 / 76e12 - 1 / 400e12, kPerByte = 2 / 3e12, kPerLaunch = 3e-6;
+// Measured on an H200: 80 TFLOP/s on unaligned operands, 400 on aligned ones; a copy reads and
+// writes at 2 TB/s, its launch takes 2 us.
+constexpr double kSavedPerFlop = 1 / 80e12 - 1 / 400e12, kPerByte = 2 / 2e12, kPerLaunch = 2e-6;
 
 constexpr std::int64_t round_up(std::int64_t size) {
   return divide_up(size, kMultiple) * kMultiple;
@@ -35,7 +34,7 @@ bool suits_vectors(const Matrix& matrix) {
 
 }  // namespace
 
-std::optional<PaddedProduct> padded(const Product& p) {
+std::optional<CopiedProduct> padded(const Product& p) {
   if (size_of(p.dtype) != kHalf || p.add || p.wide_result) return std::nullopt;
   Product wide = p;
   // A size is padded where its elements are adjacent in one of the matrices.
@@ -43,7 +42,7 @@ std::optional<PaddedProduct> padded(const Product& p) {
   wide.columns = round_up(p.columns);
   if (!p.a.transposed || p.b.transposed) wide.inner = round_up(p.inner);
 
-  PaddedProduct result;
+  CopiedProduct result;
   result.product = wide;
   const auto copy_of = [&](Matrix& matrix, Shape shape, Shape to) {
     if (shape == to && suits_vectors(matrix)) return Copy{};
@@ -63,17 +62,29 @@ std::optional<PaddedProduct> padded(const Product& p) {
   }
   result.result = copy_of(q.d, {p.rows, p.columns}, {q.rows, q.columns});
   if (result.bytes == 0) return std::nullopt;
-  if (p.bias == nullptr) {
-    const double flops = 2.0 * p.rows * p.columns * p.inner;
-    const int launches =
-        (result.inputs[0].rows + result.inputs[1].rows > 0) + (result.result.rows > 0);
-    if (flops * kSavedPerFlop < launches * kPerLaunch + result.bytes * kPerByte)
-      return std::nullopt;
-  }
   return result;
 }
 
-void PaddedProduct::place(void* scratch) {
+CopiedProduct in_place(const Product& product) {
+  CopiedProduct result;
+  result.product = product;
+  if (product.bias == nullptr) return result;
+  result.inputs[0] = {product.bias,   0,
+                      product.rows,   product.columns,
+                      product.d.data, product.d.stride,
+                      product.rows,   product.columns};
+  result.product.bias = nullptr;
+  result.product.add = true;
+  return result;
+}
+
+bool padding_should_pay(const Product& p, const CopiedProduct& padded) {
+  const double flops = 2.0 * p.rows * p.columns * p.inner;
+  const int launches = 1 + (padded.result.rows > 0) - (p.bias != nullptr);
+  return flops * kSavedPerFlop > launches * kPerLaunch + padded.bytes * kPerByte;
+}
+
+void CopiedProduct::place(void* scratch) {
   auto* next = static_cast<char*>(scratch);
   const auto take = [&](Copy& copy) {
     copy.to = next;

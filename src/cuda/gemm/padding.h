@@ -1,8 +1,9 @@
 #pragma once
 
-// Half-precision GEMMs of sizes or addresses that are not multiples of 16 bytes, computed on padded
-// copies. cuBLASLt's kernels for such operands reach a fifth of the speed of the others, and add
-// the bias in a separate kernel, after the sum was rounded to half.
+// Half-precision GEMMs of sizes or addresses that are not multiples of 16 bytes. cuBLASLt's kernels
+// for them reach a fifth to a half of the speed of the others, and add a bias in a separate kernel,
+// after the sum was rounded to half. So they run on padded copies, or with the bias as the matrix
+// that the product is added to.
 
 #include <array>
 #include <cstdint>
@@ -22,19 +23,27 @@ struct Copy {
 
 inline constexpr int kMostCopies = 3;
 
-/// How a product runs on padded copies: `inputs`, then `product`, then `result`.
-struct PaddedProduct {
+/// A product with copies around it: `inputs`, then `product`, then `result`. Copies without rows
+/// are not needed.
+struct CopiedProduct {
   Product product{};
-  std::array<Copy, kMostCopies> inputs;  ///< of a, b and bias; those without rows are not needed
-  Copy result;                           ///< of d; not needed where it has no rows
-  std::int64_t bytes = 0;                ///< of scratch
+  std::array<Copy, kMostCopies> inputs{};
+  Copy result{};
+  std::int64_t bytes = 0;  ///< of scratch
 
   /// Where the scratch lies, aligned to 256 bytes. Called once.
   void place(void* scratch);
 };
 
-/// Nothing where the product is aligned, is not of half precision, or is too small to gain.
-std::optional<PaddedProduct> padded(const Product& product);
+/// The product on padded copies of a, b, bias and d. Nothing where it is aligned or not of half
+/// precision.
+std::optional<CopiedProduct> padded(const Product& product);
+
+/// The product where it is, its bias first copied into every row of d.
+CopiedProduct in_place(const Product& product);
+
+/// Whether `padded` is expected to be faster than `in_place`, where that was not measured.
+bool padding_should_pay(const Product& product, const CopiedProduct& padded);
 
 /// Runs up to kMostCopies copies in one launch; those without rows are skipped.
 void run_copies(const Context& context, const Copy* copies, int count);

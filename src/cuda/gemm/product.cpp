@@ -1,28 +1,108 @@
 #include "cuda/gemm/product.h"
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "common/check.h"
+#include "common/lru.h"
 #include "common/scratch.h"
 #include "cuda/cuda_error.h"
 #include "cuda/gemm/algorithm_choice.h"
 #include "cuda/gemm/alignment.h"
 #include "cuda/gemm/padding.h"
+#include "cuda/gemm/product_bucket.h"
+#include "cuda/gemm/tuning.h"
 
 namespace fusewise::cuda {
 
-struct PreparedProduct::State {
-  /// As cuBLASLt takes it: no sum is empty, bias and half operands are aligned, d is not
-  /// transposed.
-  Product p;
-  std::optional<Scratch<char>> zeros, bias, padding, workspace;
-  std::optional<PaddedProduct> copies;
-  std::optional<Description> description;
-  Algorithm algorithm{};
+namespace {
 
-  State(const Context& context, const Product& product) : p(product) {
+/// One way to compute a product: the copies around it, and its algorithm.
+class Way {
+ public:
+  Way(const Context& context, const CopiedProduct& copied)
+      : copied_(copied), padding_(context, copied.bytes) {
+    if (copied_.bytes > 0) copied_.place(padding_.data());
+    description_.emplace(copied_.product);
+    algorithm_ = algorithm_for(context, copied_.product, *description_);
+    workspace_.emplace(context, static_cast<std::int64_t>(algorithm_.workspace));
+  }
+
+  void run(const Context& context) {
+    run_copies(context, copied_.inputs.data(), kMostCopies);
+    run_algorithm(context, copied_.product, *description_, algorithm_, workspace_->data());
+    run_copies(context, &copied_.result, 1);
+  }
+
+  bool keeps_nan() const { return algorithm_.keeps_nan; }
+
+ private:
+  CopiedProduct copied_;
+  Scratch<char> padding_;
+  std::optional<Scratch<char>> workspace_;
+  std::optional<Description> description_;
+  Algorithm algorithm_{};
+};
+
+/// For the first call with a product bucket: measured, where that is allowed.
+bool padding_pays(const Context& context, const Product& p, const ProductBucket& bucket,
+                  const CopiedProduct& padded) {
+  const bool may = may_measure(context, p.math, bucket);
+  const std::string key = "padding" + text_of(bucket);
+  if (p.math.tune) {
+    if (const auto kept = kept_choice(context, key)) return kept == "1";
+  }
+  bool pays = padding_should_pay(p, padded);
+  Lifetime lifetime = Lifetime::process;
+  if (may) {
+    const Measuring alone(context.device);
+    try {
+      Way copied(context, padded), plain(context, in_place(p));
+      const std::function<void(const Context&)> ways[] = {
+          [&](const Context& where) { copied.run(where); },
+          [&](const Context& where) { plain.run(where); }};
+      pays = fastest(context, weights_of(p), ways) == 0;
+      lifetime = Lifetime::file;
+    } catch (const OutOfMemory&) {  // both at once did not fit; one may
+    }
+  }
+  if (p.math.tune) keep_choice(context, key, pays ? "1" : "0", lifetime);
+  return pays;
+}
+
+CopiedProduct best_copies(const Context& context, const Product& p) {
+  const auto copied = padded(p);
+  if (!copied) {
+    CopiedProduct as_is;
+    as_is.product = p;
+    return as_is;
+  }
+  constexpr std::size_t kMostKnown = 1024;
+  static std::mutex mutex;
+  static LruMap<std::pair<int, ProductBucket>, bool, KeyHash> known{kMostKnown};
+  const std::pair key(context.device.index, bucket_of(p));
+  std::unique_lock lock(mutex);
+  const bool* found = known.find(key);
+  bool pays = found != nullptr && *found;
+  if (found == nullptr) {
+    lock.unlock();  // measuring takes long, and calls this again
+    pays = padding_pays(context, p, key.second, *copied);
+    lock.lock();
+    pays = known.add(key, pays);
+  }
+  return pays ? *copied : in_place(p);
+}
+
+}  // namespace
+
+struct PreparedProduct::State {
+  std::optional<Scratch<char>> zeros, bias;
+  std::optional<Way> way;
+
+  State(const Context& context, Product p) {
     check(!p.add || (p.bias == nullptr && p.epilogue == Epilogue::none && !p.math.tune),
           "a product that adds has no bias, no epilogue and no tuning");
     check(!p.wide_result || (p.epilogue == Epilogue::none && !p.math.tune),
@@ -40,26 +120,19 @@ struct PreparedProduct::State {
     if (p.d.transposed) {  // d^T = b^T a^T
       std::swap(p.rows, p.columns);
       std::swap(p.a, p.b);
+      for (Matrix* matrix : {&p.a, &p.b, &p.d}) matrix->transposed = !matrix->transposed;
       if (p.batch != BatchSize::inner) {
         p.batch = p.batch == BatchSize::rows ? BatchSize::columns : BatchSize::rows;
       }
-      for (Matrix* matrix : {&p.a, &p.b, &p.d}) matrix->transposed = !matrix->transposed;
     }
-    copies = padded(p);
-    if (copies) {
-      padding.emplace(context, copies->bytes);
-      copies->place(padding->data());
-      p = copies->product;
-    } else if (!is_aligned(p.bias)) {
+    if (!is_aligned(p.bias) && (size_of(p.dtype) > 2 || p.wide_result)) {
       bias.emplace(context, p.columns * size);
       check_cuda(
           cudaMemcpyAsync(bias->data(), p.bias, p.columns * size, cudaMemcpyDeviceToDevice, stream),
           "copying a bias");
       p.bias = bias->data();
     }
-    description.emplace(p);
-    algorithm = algorithm_for(context, p, *description);
-    workspace.emplace(context, static_cast<std::int64_t>(algorithm.workspace));
+    way.emplace(context, best_copies(context, p));
   }
 };
 
@@ -70,14 +143,10 @@ PreparedProduct::PreparedProduct(const Context& context, const Product& product)
 PreparedProduct::~PreparedProduct() = default;
 
 void PreparedProduct::run(const Context& context) const {
-  if (state_ == nullptr) return;
-  if (state_->copies) run_copies(context, state_->copies->inputs.data(), kMostCopies);
-  run_algorithm(context, state_->p, *state_->description, state_->algorithm,
-                state_->workspace->data());
-  if (state_->copies) run_copies(context, &state_->copies->result, 1);
+  if (state_ != nullptr) state_->way->run(context);
 }
 
-bool PreparedProduct::keeps_nan() const { return state_ == nullptr || state_->algorithm.keeps_nan; }
+bool PreparedProduct::keeps_nan() const { return state_ == nullptr || state_->way->keeps_nan(); }
 
 void multiply(const Context& context, const Product& product) {
   PreparedProduct(context, product).run(context);

@@ -15,7 +15,8 @@ std::int64_t flags_of(const Product& p) {
          p.d.transposed << 6 | std::int64_t{p.bias != nullptr} << 7 |
          static_cast<std::int64_t>(p.epilogue) << 8 | static_cast<std::int64_t>(p.batch) << 12 |
          std::int64_t{p.math.tf32} << 16 | std::int64_t{p.math.reduced_sums} << 17 |
-         std::int64_t{p.math.tune} << 18 | std::int64_t{p.wide_result} << 19;
+         std::int64_t{p.math.tune} << 18 | std::int64_t{p.wide_result} << 19 |
+         std::int64_t{p.add} << 20;
 }
 
 /// Classes rather than bytes: an algorithm needs 16 bytes or nothing, and slices of one tensor
@@ -33,6 +34,10 @@ std::int64_t alignments_of(const Product& p) {
   }
   return all;
 }
+
+/// Octaves that share a representative: every other one would load kernels of its own, which takes
+/// milliseconds.
+constexpr int kOctavesTogether = 3;
 
 std::int64_t& batch_of(Product& p) {
   switch (p.batch) {
@@ -71,8 +76,8 @@ std::string text_of(const ProductBucket& bucket) {
 
 Product representative_of(const Product& product) {
   Product p = product;
-  const int octave = octave_of(batch_of(p));
-  batch_of(p) = octave == 0 ? 1 : std::int64_t{3} << (octave - 1);
+  const int octave = octave_of(batch_of(p)) / kOctavesTogether * kOctavesTogether + 1;
+  batch_of(p) = std::int64_t{3} << (octave - 1);
   // A stride must span its row, also where that is the batch.
   const auto fit = [](Matrix& matrix, std::int64_t rows, std::int64_t columns) {
     constexpr std::int64_t kStep = 16;  // keeps the class of an aligned stride

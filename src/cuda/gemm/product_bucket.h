@@ -6,6 +6,7 @@
 
 #include <array>
 #include <string>
+#include <utility>
 
 #include "cuda/gemm/product.h"
 
@@ -25,8 +26,8 @@ struct ProductBucket {
 ProductBucket bucket_of(const Product& product);
 std::string text_of(const ProductBucket& bucket);
 
-/// The same product with the batch size in the middle of its octave. Two processes that meet the
-/// sizes of a bucket in different order ask cuBLASLt about the same one.
+/// A product whose batch size stands for all of this and some neighbouring octaves. Two processes
+/// that meet sizes in different order ask cuBLASLt about the same one.
 Product representative_of(const Product& product);
 
 /// Sizes, strides, kind and alignments: everything that cuBLASLt sees.
@@ -42,6 +43,9 @@ struct KeyHash {
   }
   std::size_t operator()(const ProductBucket& bucket) const {
     return (*this)(bucket.kind) * 31 + bucket.octave;
+  }
+  std::size_t operator()(const std::pair<int, ProductBucket>& of_device) const {
+    return (*this)(of_device.second) * 31 + of_device.first;
   }
 };
 

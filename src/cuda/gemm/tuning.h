@@ -62,10 +62,20 @@ class Measuring {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
-/// The fastest, by GPU time with a cold L2, of ways that each enqueue the same work. The first
-/// stays unless another is faster by more than the noise. A way that throws Error is left out;
-/// where all do, the last error is thrown.
-std::size_t fastest(const Context& context,
+/// Memory that is in L2 when a product starts.
+struct Resident {
+  const void* data = nullptr;
+  std::int64_t bytes = 0;
+};
+
+/// The operand of a product that does not depend on the batch: weights, which every call uses.
+Resident weights_of(const Product& product);
+
+/// The fastest, by GPU time, of ways that each enqueue the same work. L2 holds nothing before each
+/// call but the weights, as where batches follow each other. The first stays unless another is
+/// faster by more than the noise. A way that throws Error is left out; where all do, the last error
+/// is thrown.
+std::size_t fastest(const Context& context, Resident weights,
                     std::span<const std::function<void(const Context&)>> ways);
 
 }  // namespace fusewise::cuda

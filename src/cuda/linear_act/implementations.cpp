@@ -86,7 +86,7 @@ bool is_slower(const Context& context, const LinearActForward& call) {
           plain.run(where);
           activate(where, {call.y, call.y, call.kept, call.activation});
         }};
-    return fastest(context, ways) == 1;
+    return fastest(context, weights_of(epilogue_product(call)), ways) == 1;
   } catch (const OutOfMemory&) {
     return false;  // both at once did not fit; one may
   }

@@ -48,7 +48,9 @@ void run_on_host(const Copy& copy) {
 void multiply_on_host(const Product& p) {
   for (std::int64_t r = 0; r < p.rows; ++r) {
     for (std::int64_t c = 0; c < p.columns; ++c) {
-      Element sum = p.bias == nullptr ? 0 : static_cast<const Element*>(p.bias)[c];
+      Element sum = p.add ? at(p.d, r, c) : Element{0};
+      if (p.bias != nullptr)
+        sum = static_cast<Element>(sum + static_cast<const Element*>(p.bias)[c]);
       for (std::int64_t k = 0; k < p.inner; ++k) {
         sum = static_cast<Element>(sum + at(p.a, r, k) * at(p.b, k, c));
       }
@@ -93,6 +95,22 @@ void check(Sizes sizes, bool a_transposed, bool b_transposed, std::int64_t slack
   p.bias = bias.data();
 
   auto plan = padded(p);
+  CopiedProduct plain = in_place(p);
+  EXPECT_EQ(plain.product.bias, nullptr);
+  for (const Copy& copy : plain.inputs) run_on_host(copy);
+  multiply_on_host(plain.product);
+  const auto expect_right = [&] {
+    Product reference = p;
+    reference.d = {right.data(), right_stride, false};
+    multiply_on_host(reference);
+    for (std::int64_t r = 0; r < p.rows; ++r) {
+      for (std::int64_t c = 0; c < p.columns; ++c) {
+        ASSERT_EQ(d.data()[r * d_stride + c], right.data()[r * right_stride + c]) << r << ", " << c;
+      }
+    }
+  };
+  expect_right();
+
   if (!plan) {
     EXPECT_TRUE(suits_vectors(p.a, p.rows, p.inner));
     EXPECT_TRUE(suits_vectors(p.b, p.inner, p.columns));
@@ -110,13 +128,7 @@ void check(Sizes sizes, bool a_transposed, bool b_transposed, std::int64_t slack
   multiply_on_host(q);
   run_on_host(plan->result);
 
-  p.d = {right.data(), right_stride, false};
-  multiply_on_host(p);
-  for (std::int64_t r = 0; r < p.rows; ++r) {
-    for (std::int64_t c = 0; c < p.columns; ++c) {
-      ASSERT_EQ(d.data()[r * d_stride + c], right.data()[r * right_stride + c]) << r << ", " << c;
-    }
-  }
+  expect_right();
 }
 
 TEST(Padding, TheProductIsTheSame) {
@@ -151,18 +163,23 @@ Product product_of(std::int64_t rows, std::int64_t columns, std::int64_t inner, 
   return p;
 }
 
-TEST(Padding, OnlyWhereItIsNeededOrPays) {
+TEST(Padding, OnlyUnalignedHalfOperands) {
   EXPECT_FALSE(padded(product_of(5000, 1000, 1000, DType::bf16))) << "aligned";
   EXPECT_TRUE(padded(product_of(5000, 1001, 999, DType::f16)));
+  EXPECT_TRUE(padded(product_of(5000, 1000, 999, DType::bf16)));
   EXPECT_FALSE(padded(product_of(5000, 1001, 999, DType::f32)));
   EXPECT_FALSE(padded(product_of(5000, 1001, 999, DType::f64)));
-  EXPECT_FALSE(padded(product_of(8, 7, 7, DType::f16))) << "too small to gain";
-  Product biased = product_of(8, 7, 7, DType::f16);
-  biased.bias = biased.a.data;
-  EXPECT_TRUE(padded(biased)) << "without padding the bias is added to a rounded sum";
   Product wide = product_of(5000, 1001, 999, DType::f16);
   wide.wide_result = true;
   EXPECT_FALSE(padded(wide));
+}
+
+TEST(Padding, ShouldPayWhereTheProductIsLarge) {
+  const auto should = [](const Product& p) { return padding_should_pay(p, *padded(p)); };
+  EXPECT_TRUE(should(product_of(5000, 1001, 999, DType::f16)));
+  EXPECT_TRUE(should(product_of(256, 4097, 4095, DType::f16)));
+  EXPECT_FALSE(should(product_of(65536, 65, 63, DType::f16))) << "copies cost more than they save";
+  EXPECT_FALSE(should(product_of(512, 100, 100, DType::f16)));
 }
 
 }  // namespace
