@@ -70,6 +70,7 @@ if(FUSEWISE_WITH_CUDA)
     src/cuda/autoencoder/pack.cu
     src/cuda/device.cu
     src/cuda/gemm/algorithm_choice.cpp
+    src/cuda/gemm/algorithm_probe.cpp
     src/cuda/gemm/copies.cu
     src/cuda/gemm/cublaslt.cpp
     src/cuda/gemm/padding.cpp

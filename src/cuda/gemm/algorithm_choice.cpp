@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -16,6 +15,7 @@
 #include "common/scratch.h"
 #include "cuda/cuda_error.h"
 #include "cuda/device.h"
+#include "cuda/gemm/algorithm_probe.h"
 #include "cuda/gemm/product_bucket.h"
 #include "cuda/gemm/tuning.h"
 
@@ -25,7 +25,7 @@ namespace {
 constexpr std::size_t kMostKnown = 1024;  // entries of each table
 
 std::string written(const Algorithm& algorithm) {
-  std::string text = algorithm.keeps_nan ? "1" : "0";
+  std::string text = algorithm.right ? "1" : "0";
   for (const std::uint64_t word : algorithm.algorithm.data) {
     char digits[18];
     std::snprintf(digits, sizeof(digits), " %016" PRIx64, word);
@@ -38,7 +38,7 @@ std::string written(const Algorithm& algorithm) {
 std::optional<Algorithm> restored(const Context& context, const std::string& text,
                                   Description& description) {
   Algorithm algorithm{};
-  algorithm.keeps_nan = text.starts_with("1 ");
+  algorithm.right = text.starts_with("1 ");
   char* end = const_cast<char*>(text.c_str()) + std::min<std::size_t>(1, text.size());
   for (std::uint64_t& word : algorithm.algorithm.data) {
     const char* at = end;
@@ -69,47 +69,6 @@ std::vector<Algorithm> candidates(const Context& context, const Product& p,
   return list;
 }
 
-bool is_nan(DType dtype, const char* bytes) {
-  std::uint64_t bits = 0;
-  std::memcpy(&bits, bytes, size_of(dtype));
-  switch (dtype) {
-    case DType::f64:
-      return (bits & ~(1ull << 63)) > 0x7ff0000000000000;
-    case DType::f32:
-      return (bits & 0x7fffffff) > 0x7f800000;
-    case DType::f16:
-      return (bits & 0x7fff) > 0x7c00;
-    default:
-      return (bits & 0x7fff) > 0x7f80;
-  }
-}
-
-/// Runs a product of which every element is NaN before the epilogue, and looks at the first and the
-/// last few results.
-bool keeps_nan(const Context& context, const Product& p, Description& description,
-               const Algorithm& algorithm) {
-  constexpr std::int64_t kLooked = 16;
-  const RelaxedCapture relaxed;
-  const Scratch<char> workspace(context, static_cast<std::int64_t>(algorithm.workspace));
-  run_algorithm(context, p, description, algorithm, workspace.data(),
-                std::numeric_limits<double>::quiet_NaN());
-  const std::int64_t size = size_of(p.dtype), count = std::min(kLooked, p.columns);
-  const auto* d = static_cast<const char*>(p.d.data);
-  char seen[2][kLooked * 8];
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  for (const int last : {0, 1}) {
-    const std::int64_t at = last * ((p.rows - 1) * p.d.stride + p.columns - count);
-    check_cuda(
-        cudaMemcpyAsync(seen[last], d + at * size, count * size, cudaMemcpyDeviceToHost, stream),
-        "looking at a product");
-  }
-  check_cuda(cudaStreamSynchronize(stream), "looking at a product");
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (!is_nan(p.dtype, seen[0] + i * size) || !is_nan(p.dtype, seen[1] + i * size)) return false;
-  }
-  return true;
-}
-
 Algorithm first_suggestion(const Context& context, const Product& p) {
   const std::vector<Algorithm> list = suggested(context, p);
   check(!list.empty(), "cuBLASLt has no algorithm for a ", name_of(p.dtype), " product of [",
@@ -117,13 +76,13 @@ Algorithm first_suggestion(const Context& context, const Product& p) {
   return list.front();
 }
 
-/// The fastest of those that run. Those that keep NaN come first, where there are any.
+/// The fastest of those that run and, where there are such, are right.
 Algorithm measured(const Context& context, const Product& p, Description& description) {
   std::vector<Algorithm> algorithms = candidates(context, p, description);
-  if (p.epilogue != Epilogue::none) {
+  if (needs_probe(p)) {
     std::erase_if(algorithms, [&](Algorithm& each) {
       try {
-        each.keeps_nan = keeps_nan(context, p, description, each);
+        each.right = is_right(context, p, description, each);
         return false;
       } catch (const OutOfMemory&) {
         throw;
@@ -132,8 +91,8 @@ Algorithm measured(const Context& context, const Product& p, Description& descri
       }
     });
     if (std::any_of(algorithms.begin(), algorithms.end(),
-                    [](const Algorithm& each) { return each.keeps_nan; })) {
-      std::erase_if(algorithms, [](const Algorithm& each) { return !each.keeps_nan; });
+                    [](const Algorithm& each) { return each.right; })) {
+      std::erase_if(algorithms, [](const Algorithm& each) { return !each.right; });
     }
   }
   check(!algorithms.empty(), "cuBLASLt has no algorithm that runs for a ", name_of(p.dtype),
@@ -164,7 +123,7 @@ class Choices {
     Algorithm algorithm = of_bucket(context, p, description);
     if (!takes(context, description, algorithm)) {  // the bucket's other sizes can take it
       algorithm = first_suggestion(context, p);
-      algorithm.keeps_nan = p.epilogue == Epilogue::none;  // it was not tried out
+      algorithm.right = !needs_probe(p);  // it was not tried out
     }
     const std::lock_guard lock(mutex_);
     return exact_.add(key, algorithm);
@@ -200,16 +159,14 @@ class Choices {
   Algorithm unmeasured(const Context& context, const Product& p, Description& description,
                        const std::string& text) {
     Algorithm first = first_suggestion(context, p.math.tune ? representative_of(p) : p);
-    if (p.epilogue != Epilogue::none) {
-      first.keeps_nan = is_known_to_keep_nan(context, p, description, first);
-    }
+    if (needs_probe(p)) first.right = is_known_to_be_right(context, p, description, first);
     // A later call might be allowed to measure: results must not change within a process.
     if (p.math.tune) keep_choice(context, text, written(first), Lifetime::process);
     return first;
   }
 
   /// Asked once for each algorithm, not for every size: the answer takes a synchronisation.
-  bool is_known_to_keep_nan(const Context& context, const Product& p, Description& description,
+  bool is_known_to_be_right(const Context& context, const Product& p, Description& description,
                             Algorithm algorithm) {
     Probe probe{};
     std::copy(std::begin(algorithm.algorithm.data), std::end(algorithm.algorithm.data),
@@ -220,9 +177,9 @@ class Choices {
       if (const bool* found = probed_.find(probe)) return *found;
     }
     if (is_captured(context) || !takes(context, description, algorithm)) return false;
-    const bool keeps = keeps_nan(context, p, description, algorithm);
+    const bool right = is_right(context, p, description, algorithm);
     const std::lock_guard lock(mutex_);
-    return probed_.add(probe, keeps);
+    return probed_.add(probe, right);
   }
 
   std::optional<Algorithm> find(const ProductBucket& bucket) {

@@ -25,7 +25,8 @@ class Description {
 struct Algorithm {
   cublasLtMatmulAlgo_t algorithm;
   std::size_t workspace;  ///< bytes, for the sizes of one product
-  bool keeps_nan = true;  ///< as PreparedProduct::keeps_nan
+  /// Known to compute bias and epilogue as specified; see algorithm_probe.h.
+  bool right = true;
 };
 
 /// What cuBLASLt suggests for a product, best guess first; may be empty.

@@ -65,22 +65,21 @@ std::optional<CopiedProduct> padded(const Product& p) {
   return result;
 }
 
-CopiedProduct in_place(const Product& product) {
+CopiedProduct as_is(const Product& product) {
   CopiedProduct result;
   result.product = product;
-  if (product.bias == nullptr) return result;
-  result.inputs[0] = {product.bias,   0,
-                      product.rows,   product.columns,
-                      product.d.data, product.d.stride,
-                      product.rows,   product.columns};
-  result.product.bias = nullptr;
-  result.product.add = true;
+  if (is_aligned(product.bias) || size_of(product.dtype) != kHalf || product.wide_result) {
+    return result;
+  }
+  result.inputs[2] = {product.bias, product.columns, 1, product.columns,
+                      nullptr,      product.columns, 1, product.columns};
+  result.bytes = divide_up(product.columns * kHalf, kScratchAlignment) * kScratchAlignment;
   return result;
 }
 
 bool padding_should_pay(const Product& p, const CopiedProduct& padded) {
   const double flops = 2.0 * p.rows * p.columns * p.inner;
-  const int launches = 1 + (padded.result.rows > 0) - (p.bias != nullptr);
+  const int launches = 1 + (padded.result.rows > 0);
   return flops * kSavedPerFlop > launches * kPerLaunch + padded.bytes * kPerByte;
 }
 

@@ -1,9 +1,8 @@
 #pragma once
 
 // Half-precision GEMMs of sizes or addresses that are not multiples of 16 bytes. cuBLASLt's kernels
-// for them reach a fifth to a half of the speed of the others, and add a bias in a separate kernel,
-// after the sum was rounded to half. So they run on padded copies, or with the bias as the matrix
-// that the product is added to.
+// for them reach a fifth to a half of the speed of the others, and some add a bias only after the
+// sum was rounded to half. On padded copies they are like any other.
 
 #include <array>
 #include <cstdint>
@@ -39,10 +38,10 @@ struct CopiedProduct {
 /// precision.
 std::optional<CopiedProduct> padded(const Product& product);
 
-/// The product where it is, its bias first copied into every row of d.
-CopiedProduct in_place(const Product& product);
+/// The product where it is; of half precision with an aligned copy of its bias.
+CopiedProduct as_is(const Product& product);
 
-/// Whether `padded` is expected to be faster than `in_place`, where that was not measured.
+/// Whether `padded` is expected to be faster than `as_is`, where that was not measured.
 bool padding_should_pay(const Product& product, const CopiedProduct& padded);
 
 /// Runs up to kMostCopies copies in one launch; those without rows are skipped.

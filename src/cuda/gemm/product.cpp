@@ -37,7 +37,7 @@ class Way {
     run_copies(context, &copied_.result, 1);
   }
 
-  bool keeps_nan() const { return algorithm_.keeps_nan; }
+  bool is_right() const { return algorithm_.right; }
 
  private:
   CopiedProduct copied_;
@@ -47,7 +47,8 @@ class Way {
   Algorithm algorithm_{};
 };
 
-/// For the first call with a product bucket: measured, where that is allowed.
+/// For the first call with a product bucket: measured where that is allowed, but never as it is
+/// where that is not known to be right.
 bool padding_pays(const Context& context, const Product& p, const ProductBucket& bucket,
                   const CopiedProduct& padded) {
   const bool may = may_measure(context, p.math, bucket);
@@ -57,17 +58,20 @@ bool padding_pays(const Context& context, const Product& p, const ProductBucket&
   }
   bool pays = padding_should_pay(p, padded);
   Lifetime lifetime = Lifetime::process;
-  if (may) {
-    const Measuring alone(context.device);
-    try {
-      Way copied(context, padded), plain(context, in_place(p));
+  const Measuring alone(context.device);
+  try {
+    Way plain(context, as_is(p));
+    if (p.bias != nullptr && !plain.is_right()) {
+      pays = true;
+    } else if (may) {
+      Way copied(context, padded);
       const std::function<void(const Context&)> ways[] = {
           [&](const Context& where) { copied.run(where); },
           [&](const Context& where) { plain.run(where); }};
       pays = fastest(context, weights_of(p), ways) == 0;
-      lifetime = Lifetime::file;
-    } catch (const OutOfMemory&) {  // both at once did not fit; one may
     }
+    if (may) lifetime = Lifetime::file;
+  } catch (const OutOfMemory&) {  // both at once did not fit; one may
   }
   if (p.math.tune) keep_choice(context, key, pays ? "1" : "0", lifetime);
   return pays;
@@ -75,11 +79,7 @@ bool padding_pays(const Context& context, const Product& p, const ProductBucket&
 
 CopiedProduct best_copies(const Context& context, const Product& p) {
   const auto copied = padded(p);
-  if (!copied) {
-    CopiedProduct as_is;
-    as_is.product = p;
-    return as_is;
-  }
+  if (!copied) return as_is(p);
   constexpr std::size_t kMostKnown = 1024;
   static std::mutex mutex;
   static LruMap<std::pair<int, ProductBucket>, bool, KeyHash> known{kMostKnown};
@@ -93,7 +93,7 @@ CopiedProduct best_copies(const Context& context, const Product& p) {
     lock.lock();
     pays = known.add(key, pays);
   }
-  return pays ? *copied : in_place(p);
+  return pays ? *copied : as_is(p);
 }
 
 }  // namespace
@@ -146,7 +146,7 @@ void PreparedProduct::run(const Context& context) const {
   if (state_ != nullptr) state_->way->run(context);
 }
 
-bool PreparedProduct::keeps_nan() const { return state_ == nullptr || state_->way->keeps_nan(); }
+bool PreparedProduct::is_right() const { return state_ == nullptr || state_->way->is_right(); }
 
 void multiply(const Context& context, const Product& product) {
   PreparedProduct(context, product).run(context);

@@ -43,10 +43,11 @@ class PreparedProduct {
 
   void run(const Context& context) const;
 
-  /// Whether the epilogue returns NaN for NaN, as its activation does. The relu of some of
-  /// cuBLASLt's algorithms returns 0. It is tried out at the first call with a product bucket, on
-  /// d, which is overwritten; false where it cannot be tried because a graph is being captured.
-  bool keeps_nan() const;
+  /// Whether bias and epilogue are known to be computed as specified: NaN for NaN, and rounded
+  /// once. cuBLASLt's algorithms differ in that. It is tried out at the first call with a product
+  /// bucket, on d, which is overwritten; false where it cannot be tried because a graph is being
+  /// captured.
+  bool is_right() const;
 
  private:
   struct State;

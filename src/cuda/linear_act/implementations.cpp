@@ -69,7 +69,7 @@ void pass_run(const Context& context, const LinearActForward& call) {
 
 // Which of the two. ------------------------------------------------------------------------------
 
-enum class Verdict { fine, loses_nan, slower };
+enum class Verdict { fine, not_right, slower };
 
 /// Measures both ways. cuBLASLt runs some epilogues as a second kernel, and then a pass of ours may
 /// be faster.
@@ -95,7 +95,7 @@ bool is_slower(const Context& context, const LinearActForward& call) {
 /// For the first call with a product bucket; every later one takes the same.
 Verdict first_verdict(const Context& context, const LinearActForward& call, const Product& product,
                       const ProductBucket& bucket) {
-  if (!PreparedProduct(context, product).keeps_nan()) return Verdict::loses_nan;
+  if (!PreparedProduct(context, product).is_right()) return Verdict::not_right;
   if (!product.math.tune) return Verdict::fine;
   const bool may = may_measure(context, product.math, bucket);
   const std::string key = (call.kept.defined() ? "training" : "inference") + text_of(bucket);
@@ -144,8 +144,8 @@ std::string epilogue_declines(const Context& context, const LinearActForward& ca
       return "cuBLASLt's gelu is not torch's in this dtype";
     }
   }
-  if (judge(context, call) != Verdict::loses_nan) return "";
-  return "cuBLASLt's epilogue is not known to return NaN for NaN here";
+  if (judge(context, call) != Verdict::not_right) return "";
+  return "cuBLASLt's epilogue is not known to return NaN for NaN and to round once here";
 }
 
 std::string epilogue_yields(const Context& context, const LinearActForward& call) {

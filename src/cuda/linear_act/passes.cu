@@ -30,17 +30,15 @@ constexpr int kColumns = kVectors && !kOnlyBits ? Vector<T>::kSize : kByte;
 template <typename T, int kGroup>
 constexpr int kDepth = std::max<int>(1, 64 / (kGroup * sizeof(T)));
 
-/// A block has up to 32 groups of columns side by side, and 8 rows at a time. Where rows are few
-/// and to be summed up, it has few groups and many rows, and goes through all of them: nothing is
-/// left to be added. The least: two vectors share a byte of bits; without vectors a byte has eight
-/// lanes.
+/// A block has up to 32 groups of columns and at least 8 rows at a time. Where rows are few and to
+/// be summed up, it has 4 groups and 64 rows, and goes through all of them: nothing is left to be
+/// added.
 constexpr int kWideShift = 5, kNarrowShift = 2;
-constexpr int least_shift(bool vectors) { return vectors ? 1 : 3; }
 constexpr long long kFewRows = 512;
 
-/// A thread's columns of a row as they are in memory: adjacent ones as vectors where addresses
-/// allow it, else one by one, `stride` elements apart, so that a warp touches adjacent ones at a
-/// time.
+/// A thread's columns of a row as they are in memory: vectors where addresses allow it, else one by
+/// one, with a stride. Columns that do not exist repeat the first: loads without branches are all
+/// in flight at once.
 template <typename T, bool kVectors, int kGroup>
 struct Group {
   alignas(16) T values[kGroup];
@@ -60,11 +58,11 @@ struct Group {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) values[i] = i < count ? from[i * stride] : T(0.0f);
+      for (int i = 0; i < kGroup; ++i) values[i] = from[(i < count ? i : 0) * stride];
     }
   }
 
-  __device__ __forceinline__ void store(T* to, int stride, int count) const {
+  __device__ __forceinline__ void store(T* to, int count) const {
     if constexpr (kVectors) {
 #pragma unroll
       for (int i = 0; i < kGroup; i += Vector<T>::kSize) {
@@ -73,7 +71,7 @@ struct Group {
     } else {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        if (i < count) to[i * stride] = values[i];
+        if (i < count) to[i] = values[i];
       }
     }
   }
@@ -84,26 +82,22 @@ struct Group {
 /// has left in the cache.
 struct Place {
   long long tile, index;  // of the block
-  long long column, columns, first_row, end_row;
+  long long column, first_row, end_row;
   int lane, strand, strands;
-  int step;   // from one of the thread's columns to the next
   int count;  // columns that exist, of the thread's
 
   __device__ Place(long long rows, long long columns, long long chunk, unsigned tiles, int shift,
-                   int group, bool vectors)
-      : columns(columns) {
+                   int group) {
     const unsigned block = gridDim.x - 1 - blockIdx.x;
     lane = threadIdx.x & ((1 << shift) - 1);
     strand = threadIdx.x >> shift;
     strands = kThreads >> shift;
-    step = vectors ? 1 : 1 << shift;
     index = block / tiles;
     tile = static_cast<long long>(block % tiles) * (group << shift);
-    column = tile + (vectors ? lane * group : lane);
-    first_row = index * chunk;
+    column = tile + lane * group;
+    first_row = index * chunk + strand;
     end_row = min(rows, (index + 1) * chunk);
-    const long long left = (columns - column + step - 1) / step;
-    count = static_cast<int>(max(0ll, min(static_cast<long long>(group), left)));
+    count = static_cast<int>(max(0ll, min(static_cast<long long>(group), columns - column)));
   }
 };
 
@@ -153,67 +147,44 @@ struct ActivationArguments {
   Activation kind;
 };
 
-/// Writes relu's bits of a row, one byte for eight adjacent columns. All lanes of a warp call it.
-template <bool kVectors, int kGroup, typename Values>
-__device__ __forceinline__ void store_bits(const Values& values, unsigned char* bits,
-                                           const Place& place, int shift, bool exists) {
-  if constexpr (kVectors) {
-    unsigned open = 0;
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) open |= static_cast<unsigned>(!(values[j] <= 0)) << j;
-    if constexpr (kGroup < kByte) {  // two neighbours share a byte
-      static_assert(2 * kGroup == kByte);
-      open |= __shfl_xor_sync(0xffffffffu, open, 1) << kGroup;
-    }
-    if (exists && place.count > 0 && place.column % kByte == 0) {
-      bits[place.column / kByte] = static_cast<unsigned char>(open);
-    }
-  } else {
-    // The lanes of a row have adjacent columns: their votes are its bytes, one for a lane to write.
-    const int row_of_warp = (threadIdx.x % 32) >> shift << shift;
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      const bool open = exists && j < place.count && !(values[j] <= 0);
-      const unsigned votes = __ballot_sync(0xffffffffu, open) >> row_of_warp;
-      const long long first =
-          place.tile + (static_cast<long long>(j) << shift) + place.lane * kByte;
-      if (exists && place.lane < (1 << shift) / kByte && first < place.columns) {
-        bits[first / kByte] = static_cast<unsigned char>(votes >> (place.lane * kByte));
-      }
-    }
-  }
-}
-
 template <Activation kKind, typename T, bool kVectors, bool kOnlyBits>
 __global__ void __launch_bounds__(kThreads, kVectors ? kBlocks : 1)
     activate_rows(const ActivationArguments a) {
   constexpr int kGroup = kColumns<T, kVectors, kOnlyBits>, kRows = kDepth<T, kGroup>;
-  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup, kVectors);
+  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup);
+  if (place.count == 0) return;
   const T* z = static_cast<const T*>(a.z) + place.column;
   for (long long row = place.first_row; row < place.end_row; row += kRows * place.strands) {
     Group<T, kVectors, kGroup> values[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = row + i * place.strands + place.strand;
-      if (at < place.end_row && place.count > 0) {
-        values[i].load(z + at * a.z_stride, place.step, place.count);
-      }
+      const long long at = min(row + i * place.strands, place.end_row - 1);
+      values[i].load(z + at * a.z_stride, 1, place.count);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = row + i * place.strands + place.strand;
+      const long long at = row + i * place.strands;
+      if (at >= place.end_row) break;
       if (a.bits != nullptr) {
-        store_bits<kVectors, kGroup>(values[i], a.bits + at * a.bit_stride, place, a.shift,
-                                     at < place.end_row);
+        unsigned open = 0;
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+          open |= static_cast<unsigned>(j < place.count && !(values[i][j] <= 0)) << j;
+        }
+        if constexpr (kGroup < kByte) {  // two neighbours share a byte
+          static_assert(2 * kGroup == kByte);
+          open |= __shfl_xor_sync(3u << (threadIdx.x & 30), open, 1) << kGroup;
+        }
+        if (place.column % kByte == 0) {
+          a.bits[at * a.bit_stride + place.column / kByte] = static_cast<unsigned char>(open);
+        }
       }
       if constexpr (!kOnlyBits) {
-        if (at >= place.end_row || place.count == 0) continue;
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) {
           values[i].set(j, apply<kKind, T, kVectors>(a.kind, values[i][j]));
         }
-        values[i].store(static_cast<T*>(a.y) + at * a.y_stride + place.column, place.step,
-                        place.count);
+        values[i].store(static_cast<T*>(a.y) + at * a.y_stride + place.column, place.count);
       }
     }
   }
@@ -241,37 +212,24 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
   constexpr int kGroup = kColumns<T, kVectors>, kRows = kDepth<T, kGroup>;
   __shared__ A parts[kThreads / 32][32 * kGroup];
   allow_next_kernel();
-  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup, kVectors);
+  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup);
   const T* dy = static_cast<const T*>(a.dy) + place.column * a.dy_step;
   const T* values = static_cast<const T*>(a.kept) + place.column;
   const auto* bits = static_cast<const unsigned char*>(a.kept) + place.column / kByte;
   const int first_bit = static_cast<int>(place.column % kByte);
-  const int byte_step =
-      place.step / kByte;  // without vectors a thread's columns lie whole bytes apart
   T* dz = static_cast<T*>(a.dz) + place.column;
   A sums[kGroup] = {};
   const long long end_row = place.count == 0 ? 0 : place.end_row;
-  for (long long row = place.first_row + place.strand; row < end_row;
-       row += kRows * place.strands) {
+  for (long long row = place.first_row; row < end_row; row += kRows * place.strands) {
     Group<T, kVectors, kGroup> gradients[kRows], kept[kKeeps == Keeps::values ? kRows : 1];
     unsigned open[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = row + i * place.strands;
-      if (at >= end_row) break;
-      gradients[i].load(dy + at * a.dy_stride, a.dy_step * place.step, place.count);
-      if constexpr (kKeeps == Keeps::bits) {
-        const unsigned char* from = bits + at * a.kept_stride;
-        open[i] = kVectors ? from[0] >> first_bit : 0;
-        if constexpr (!kVectors) {
-#pragma unroll
-          for (int j = 0; j < kGroup; ++j) {
-            if (j < place.count) open[i] |= (from[j * byte_step] >> first_bit & 1u) << j;
-          }
-        }
-      }
+      const long long at = min(row + i * place.strands, end_row - 1);
+      gradients[i].load(dy + at * a.dy_stride, a.dy_step, place.count);
+      if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride] >> first_bit;
       if constexpr (kKeeps == Keeps::values) {
-        kept[i].load(values + at * a.kept_stride, place.step, place.count);
+        kept[i].load(values + at * a.kept_stride, 1, place.count);
       }
     }
 #pragma unroll
@@ -289,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
         }
         sums[j] += gradients[i][j];  // rounded to T, as torch adds them up
       }
-      if (a.dz != nullptr) gradients[i].store(dz + at * a.dz_stride, place.step, place.count);
+      if (a.dz != nullptr) gradients[i].store(dz + at * a.dz_stride, place.count);
     }
   }
   if (a.sums == nullptr) return;
@@ -300,10 +258,7 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
   }
   if (threadIdx.x % 32 >> a.shift == 0) {
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      parts[threadIdx.x / 32][kVectors ? place.lane * kGroup + j : place.lane + j * place.step] =
-          sums[j];
-    }
+    for (int j = 0; j < kGroup; ++j) parts[threadIdx.x / 32][place.lane * kGroup + j] = sums[j];
   }
   __syncthreads();
   static_assert(kThreads >= 32 * kGroup, "a thread for each column of the widest block");
@@ -343,9 +298,9 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
 }
 
 /// As few groups of columns side by side as cover a row, so that few lanes are idle on narrow rows.
-int shift_for(std::int64_t columns, int group, bool vectors) {
+int shift_for(std::int64_t columns, int group) {
   int shift = kWideShift;
-  while (shift > least_shift(vectors) && group << (shift - 1) >= columns) --shift;
+  while (shift > 1 && group << (shift - 1) >= columns) --shift;  // two share a byte of bits
   return shift;
 }
 
@@ -356,9 +311,8 @@ struct Cut {
 
   /// The GPU deals out many small blocks best: as few rows as a thread has in flight, and fewer
   /// where that leaves multiprocessors idle.
-  Cut(const Context& context, std::int64_t rows, std::int64_t columns, int group, int depth,
-      bool vectors)
-      : shift(shift_for(columns, group, vectors)), tiles(divide_up(columns, group << shift)) {
+  Cut(const Context& context, std::int64_t rows, std::int64_t columns, int group, int depth)
+      : shift(shift_for(columns, group)), tiles(divide_up(columns, group << shift)) {
     const int all = limits_of(context.device).multiprocessors;
     do {
       chunk = depth * (kThreads >> shift);
@@ -370,10 +324,10 @@ struct Cut {
   /// Where columns are summed up, a chunk costs memory, so there are only as many as keep the GPU
   /// busy; few rows are one chunk.
   static Cut for_sums(const Context& context, std::int64_t rows, std::int64_t columns, int group,
-                      int depth, bool vectors) {
-    Cut cut(context, rows, columns, group, depth, vectors);
+                      int depth) {
+    Cut cut(context, rows, columns, group, depth);
     if (rows <= kFewRows) {
-      cut.shift = std::min(cut.shift, std::max(kNarrowShift, least_shift(vectors)));
+      cut.shift = std::min(cut.shift, kNarrowShift);
       cut.tiles = divide_up(columns, group << cut.shift);
       cut.chunk = kFewRows;
       cut.chunks = 1;
@@ -454,7 +408,7 @@ void activate(const Context& context, const ActivationPass& given) {
     const bool vectors = takes_vectors<T>(pass.z) && takes_vectors<T>(pass.y);
     const auto launch = [&]<Activation kKind, bool kVectors, bool kOnlyBits>() {
       constexpr int kGroup = kColumns<T, kVectors, kOnlyBits>;
-      const Cut cut(context, rows, columns, kGroup, kDepth<T, kGroup>, kVectors);
+      const Cut cut(context, rows, columns, kGroup, kDepth<T, kGroup>);
       arguments.chunk = cut.chunk;
       arguments.tiles = static_cast<unsigned>(cut.tiles);
       arguments.shift = cut.shift;
@@ -497,8 +451,8 @@ void differentiate(const Context& context, const GradientPass& pass) {
                          (bits || nothing || takes_vectors<T>(pass.kept));
     dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
       constexpr int kGroup = kColumns<T, kVectors>, kRows = kDepth<T, kGroup>;
-      const Cut cut = sums ? Cut::for_sums(context, rows, columns, kGroup, kRows, kVectors)
-                           : Cut(context, rows, columns, kGroup, kRows, kVectors);
+      const Cut cut = sums ? Cut::for_sums(context, rows, columns, kGroup, kRows)
+                           : Cut(context, rows, columns, kGroup, kRows);
       const bool only_chunk = cut.chunks == 1;
       const Scratch<A> partial(context, sums && !only_chunk ? cut.chunks * columns : 0);
       arguments.sums = sums && only_chunk ? pass.db.data : partial.data();

@@ -95,10 +95,6 @@ void check(Sizes sizes, bool a_transposed, bool b_transposed, std::int64_t slack
   p.bias = bias.data();
 
   auto plan = padded(p);
-  CopiedProduct plain = in_place(p);
-  EXPECT_EQ(plain.product.bias, nullptr);
-  for (const Copy& copy : plain.inputs) run_on_host(copy);
-  multiply_on_host(plain.product);
   const auto expect_right = [&] {
     Product reference = p;
     reference.d = {right.data(), right_stride, false};
@@ -109,6 +105,12 @@ void check(Sizes sizes, bool a_transposed, bool b_transposed, std::int64_t slack
       }
     }
   };
+  CopiedProduct plain = as_is(p);
+  Memory aligned_bias(plain.bytes / 2, 0, random);
+  if (plain.bytes > 0) plain.place(aligned_bias.data());
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(plain.product.bias) % 16, 0u);
+  for (const Copy& copy : plain.inputs) run_on_host(copy);
+  multiply_on_host(plain.product);
   expect_right();
 
   if (!plan) {
