@@ -273,7 +273,7 @@ def test_operators_for_modules_of_others():
     ):
         assert advice.operator_for(module) == f"fusewise.nn.SqueezeExcitation{arguments}"
     hard = torchvision.ops.SqueezeExcitation(8, 2, activation=nn.Tanh)
-    for module in (fusewise.nn.SqueezeExcitation(8, 2), hard, nn.ReLU()):
+    for module in (fusewise.nn.SqueezeExcitation(8, 2, "relu"), hard, nn.ReLU()):
         assert advice.operator_for(module) == ""
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
+from .._ops import SQUEEZE_EXCITE_ACTIVATIONS, SQUEEZE_EXCITE_GATES, missing_activation
 from ._checks import floating, one_of, whole
 
 
@@ -16,7 +17,8 @@ class SqueezeExcitation(torch.nn.Module):
     Args:
         channels: C of the input `[N, C, H, W]`.
         reduced: number of hidden units, R.
-        activation: "silu" or "relu".
+        activation: "silu", "relu" or "hardswish". Has to be given: torchvision's is relu, timm's
+            depends on the model, and the parameters do not tell.
         gate: "sigmoid" or "hardsigmoid".
         bias: whether fc1 and fc2 have biases.
     """
@@ -25,7 +27,7 @@ class SqueezeExcitation(torch.nn.Module):
         self,
         channels: int,
         reduced: int,
-        activation: str = "silu",
+        activation: str = None,
         gate: str = "sigmoid",
         bias: bool = True,
         device: torch.device | str | None = None,
@@ -34,8 +36,10 @@ class SqueezeExcitation(torch.nn.Module):
         super().__init__()
         whole("channels", channels)
         whole("reduced", reduced)
-        one_of("activation", activation, ("silu", "relu"))
-        one_of("gate", gate, ("sigmoid", "hardsigmoid"))
+        if activation is None:
+            raise missing_activation()
+        one_of("activation", activation, SQUEEZE_EXCITE_ACTIVATIONS)
+        one_of("gate", gate, SQUEEZE_EXCITE_GATES)
         floating(dtype)
         self.activation = activation
         self.gate = gate
