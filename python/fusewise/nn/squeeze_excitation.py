@@ -6,6 +6,7 @@ from torch import Tensor
 from .. import functional
 from .._ops import SQUEEZE_EXCITE_ACTIVATIONS, SQUEEZE_EXCITE_GATES, missing_activation
 from ._checks import floating, one_of, whole
+from ._others import excitation_parts
 
 
 class SqueezeExcitation(torch.nn.Module):
@@ -45,6 +46,24 @@ class SqueezeExcitation(torch.nn.Module):
         self.gate = gate
         self.fc1 = torch.nn.Conv2d(channels, reduced, 1, bias=bias, device=device, dtype=dtype)
         self.fc2 = torch.nn.Conv2d(reduced, channels, 1, bias=bias, device=device, dtype=dtype)
+
+    @classmethod
+    def from_module(cls, module: torch.nn.Module) -> "SqueezeExcitation":
+        """The same layer, on the same parameters, not on copies, in the same mode.
+
+        `module` is torchvision's `SqueezeExcitation`, or timm's `SEModule` or `SqueezeExcite`, with
+        an activation and a gate that are known here. The parameters' names become torchvision's,
+        `fc1` and `fc2`, also where timm's are `conv_reduce` and `conv_expand`.
+
+        TypeError or ValueError, which name the part, where the operator would compute something
+        else: timm's effective variant, max-pooling, a norm, hooks, parametrisations.
+        """
+        parts = excitation_parts(module)
+        channels, reduced = parts.fc1.in_channels, parts.fc1.out_channels
+        made = cls(channels, reduced, parts.activation, parts.gate, device="meta")
+        made.fc1, made.fc2 = parts.fc1, parts.fc2
+        made.training = module.training
+        return made
 
     def reset_parameters(self) -> None:
         """Draws the parameters anew, as torch.nn.Conv2d does."""
