@@ -1,7 +1,9 @@
 """Modules of torchvision and timm that ours take over: the same numbers on the same parameters."""
 
 import copy
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +123,26 @@ def test_a_whole_model_computes_the_same(device):
     x = torch.randn(2, 3, 64, 64, device=device)
     with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
         torch.testing.assert_close(model(x), theirs(x), atol=1e-4, rtol=1e-4)
+
+
+def test_the_recipe_of_the_documentation_keeps_the_weights():
+    page = Path(__file__).parents[2] / "docs" / "profiling.md"
+    if not page.is_file():
+        pytest.skip("there is no documentation here")
+    (sample,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    names = {}
+    exec(sample, names)
+    torch.manual_seed(0)
+    ours = names["net"]().eval()
+    torch.manual_seed(0)
+    theirs = torchvision.models.efficientnet_b0().eval()
+    assert len(inside(ours, SqueezeExcitation)) == len(inside(theirs, Torchvisions))
+    x = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), atol=1e-4, rtol=1e-4)
+    state = theirs.state_dict()
+    assert all(torch.equal(value, state.pop(name)) for name, value in ours.state_dict().items())
+    assert not state
 
 
 # --- Squeeze-and-Excitation, one by one ---------------------------------------------------------
