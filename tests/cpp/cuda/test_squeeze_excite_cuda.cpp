@@ -546,6 +546,21 @@ TEST_F(CudaSqueezeExcite, EveryFunction) {
   }
 }
 
+TEST_F(CudaSqueezeExcite, HardswishAtItsKinks) {
+  const double all[] = {-3, 3, std::nextafter(-3.f, -4.f), std::nextafter(3.f, 2.f), kInf, kNaN};
+  for (const DType dtype : {DType::f32, DType::f64, DType::f16}) {
+    for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+      SqueezeExcite call = make({2, 24, 6, 4, 5}, dtype, layout);
+      call.activation = Activation::hardswish;
+      call.gate = Gate::hardsigmoid;
+      call.dw2 = {};  // a sum of what is infinite and NaN
+      ForwardReference saved = forward_reference(call);
+      for (Index i = 0; i < call.hidden.numel(); ++i) saved.hidden[i] = {all[i % 6], 0};
+      expect_backwards(call, saved);
+    }
+  }
+}
+
 TEST_F(CudaSqueezeExcite, WithoutBiases) {
   for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
     for (const int absent : {1, 2, 3}) {
