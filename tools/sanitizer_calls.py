@@ -31,14 +31,14 @@ def call(shape, dtype, layout) -> None:
     for choice in choices(tensors):
         with fusewise.implementation(**choice):
             learned = [tensor.detach().requires_grad_() for tensor in tensors]
-            y = fusewise.functional.squeeze_excite(*learned)
+            y = fusewise.functional.squeeze_excite(*learned, "silu")
             torch.autograd.grad(y, learned, torch.ones_like(y))
 
 
 def choices(tensors) -> list[dict[str, str]]:
     """Every implementation that takes the call, both ways where it can."""
     learned = [tensor.detach().requires_grad_() for tensor in tensors]
-    forward, backward = fusewise.explain(fusewise.functional.squeeze_excite, *learned)
+    forward, backward = fusewise.explain(fusewise.functional.squeeze_excite, *learned, "silu")
     able = {"squeeze_excite": forward.able, "squeeze_excite_backward": backward.able}
     return [
         {operator: name for operator, names in able.items() if name in names}

@@ -23,7 +23,8 @@ namespace fusewise {
 
 enum class Gate { sigmoid, hardsigmoid };
 
-inline constexpr Activation kSqueezeExciteActivations[] = {Activation::silu, Activation::relu};
+inline constexpr Activation kSqueezeExciteActivations[] = {Activation::silu, Activation::relu,
+                                                           Activation::hardswish};
 
 /// By name, as in "sigmoid"; throws Error that lists the known names.
 Gate gate_from(std::string_view name);
@@ -34,7 +35,7 @@ struct SqueezeExciteForward {
   TensorView b1;                             ///< in, [R], may be absent
   TensorView w2;                             ///< in, [C, R] or [C, R, 1, 1]
   TensorView b2;                             ///< in, [C], may be absent
-  Activation activation = Activation::silu;  ///< silu or relu
+  Activation activation = Activation::silu;  ///< one of kSqueezeExciteActivations
   Gate gate = Gate::sigmoid;
   TensorView y;  ///< out, [N, C, H, W], x's type
 

@@ -13,6 +13,9 @@ struct Sizes {
   std::int64_t m, n, k;
 };
 
+/// Throws for those that linear maps do not have.
+void check_activation(Activation activation) { activation_from(name_of(activation), kActivations); }
+
 void check_floating(const char* name, const TensorView& t) {
   check(t.dtype != DType::u8, name, ": expected a floating dtype, got uint8");
 }
@@ -72,6 +75,7 @@ void check_kept(const TensorView& kept, Activation activation, std::int64_t m, s
 }  // namespace
 
 void check_call(const Context& context, const LinearActForward& call) {
+  check_activation(call.activation);
   const Device device = context.device;
   if (!call.z.defined() && call.x.defined()) check_floating("x", call.x);
   check(call.y.defined(), "y: is missing");
@@ -100,6 +104,7 @@ void check_call(const Context& context, const LinearActForward& call) {
 }
 
 void check_call(const Context& context, const LinearActBackward& call) {
+  check_activation(call.activation);
   const Device device = context.device;
   check(call.dy.defined(), "dy: is missing");
   check(call.dy.rank == 2, "dy: expected 2 dimensions [M, N], got ", call.dy);

@@ -63,13 +63,17 @@ TEST(Names, Types) {
 TEST(Names, ActivationAndGate) {
   EXPECT_EQ(activation_from("silu"), Activation::silu);
   EXPECT_EQ(activation_from("relu"), Activation::relu);
+  EXPECT_EQ(activation_from("hardswish", kSqueezeExciteActivations), Activation::hardswish);
   EXPECT_EQ(gate_from("sigmoid"), Gate::sigmoid);
   EXPECT_EQ(gate_from("hardsigmoid"), Gate::hardsigmoid);
   for (const Activation each : kActivations) EXPECT_EQ(activation_from(name_of(each)), each);
   EXPECT_EQ(message_of([] { activation_from("tanh"); }),
             "activation: expected 'identity', 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'tanh'");
+  EXPECT_EQ(message_of([] { activation_from("hardswish"); }),
+            "activation: expected 'identity', 'relu', 'gelu', 'gelu_tanh' or 'silu', got "
+            "'hardswish'");
   EXPECT_EQ(message_of([] { activation_from("gelu", kSqueezeExciteActivations); }),
-            "activation: expected 'silu' or 'relu', got 'gelu'");
+            "activation: expected 'silu', 'relu' or 'hardswish', got 'gelu'");
   EXPECT_EQ(message_of([] { gate_from(""); }), "gate: expected 'sigmoid' or 'hardsigmoid', got ''");
 }
 

@@ -22,7 +22,10 @@ from .linear_act import (
     wrong_linear_type,
 )
 from .squeeze_excite import (
+    SQUEEZE_EXCITE_ACTIVATIONS,
+    SQUEEZE_EXCITE_GATES,
     check_squeeze_excite,
+    missing_activation,
     saved_dtype,
     squeeze_excite,
     squeeze_excite_backward,
@@ -34,6 +37,8 @@ __all__ = [
     "AUTOENCODER_WEIGHTS",
     "ACTIVATIONS",
     "CUDA_MISSING",
+    "SQUEEZE_EXCITE_ACTIVATIONS",
+    "SQUEEZE_EXCITE_GATES",
     "autoencoder",
     "autoencoder_backward",
     "autoencoder_explain",
@@ -46,6 +51,7 @@ __all__ = [
     "linear_act",
     "linear_act_backward",
     "linear_act_explain",
+    "missing_activation",
     "mlp",
     "mlp_backward",
     "rephrased",

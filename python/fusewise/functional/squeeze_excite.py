@@ -22,7 +22,7 @@ def squeeze_excite(
     b1: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
-    activation: str = "silu",
+    activation: str = None,
     gate: str = "sigmoid",
 ) -> Tensor:
     """Squeeze-and-Excitation: `x * gate(w2 @ act(w1 @ mean(x) + b1) + b2)`, the mean over H and W.
@@ -33,12 +33,15 @@ def squeeze_excite(
         b1: `[R]` or None.
         w2: `[C, R]` or `[C, R, 1, 1]`.
         b2: `[C]` or None.
-        activation: "silu" or "relu".
+        activation: "silu", "relu" or "hardswish". Has to be given: torchvision's is relu, timm's
+            depends on the model.
         gate: "sigmoid" or "hardsigmoid".
 
     Returns:
         A tensor like x, in x's layout. Autocast changes nothing.
     """
+    if activation is None:
+        raise _ops.missing_activation()
     if needs_formula():
         refuse_forced(settings.squeeze_excite)
         return _formula(x, w1, b1, w2, b2, activation, gate)
@@ -132,7 +135,11 @@ def _formula(x, w1, b1, w2, b2, activation, gate):
     w1, b1, w2, b2 = (None if t is None else t.to(dtype) for t in (w1, b1, w2, b2))
     with torch.autocast(x.device.type, enabled=False):
         pooled = x.mean((2, 3), dtype=dtype)
-        hidden = getattr(F, activation)(F.linear(pooled, w1.flatten(1), b1))
+        z = F.linear(pooled, w1.flatten(1), b1)
+        if activation == "hardswish" and dtype == torch.float64:
+            hidden = z * F.relu6(z + 3) / 6  # on CUDA torch's own keeps its 1/6 in float32
+        else:
+            hidden = getattr(F, activation)(z)
         gates = F.linear(hidden, w2.flatten(1), b2)
         # torch's hardsigmoid has no second derivative; relu6 has, and is the same function.
         gates = gates.sigmoid() if gate == "sigmoid" else F.relu6(gates + 3) / 6

@@ -6,16 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ._checks import (
-    activation_name,
-    activation_of,
-    blame_x,
-    floating,
-    plain_linear,
-    true_or_false,
-    unhooked,
-    whole,
-)
+from ._checks import activation_name, blame_x, floating, true_or_false, whole
+from ._others import stack_parts
 from ._parts import computes_as, weight_and_bias
 
 
@@ -58,24 +50,19 @@ class MLP(torch.nn.Module):
         )
 
     @classmethod
-    def from_sequential(cls, modules: torch.nn.Sequential) -> "MLP":
-        """The same stack, on the same parameters, not on copies.
+    def from_sequential(cls, modules: torch.nn.Module) -> "MLP":
+        """The same stack, on the same parameters, not on copies. Their names become
+        `layers.0.weight`, `layers.0.bias`, ...
 
-        `modules` is `torch.nn.Linear`s, each with `ReLU`, `GELU`, `SiLU`, `Identity` or nothing
-        behind it, the same for all but the last; all have a bias, or none.
+        `modules` is a `torch.nn.Sequential`, as torchvision's `MLP` and `MLPBlock`, or timm's
+        `Mlp`: `torch.nn.Linear`s, each with `ReLU`, `GELU`, `SiLU`, `Identity` or nothing behind
+        it, the same for all but the last; all have a bias, or none. `Dropout(0)` is passed over.
+        With p > 0 it is an error, in eval mode too: a later `train()` would not bring it back.
         """
-        linears, kinds = _layers_of(modules)
-        hidden = set(kinds[:-1])
-        if len(hidden) > 1:
-            names = ", ".join(sorted(hidden))
-            raise ValueError(
-                f"modules: expected one activation for all layers but the last, got {names}"
-            )
-        if len({linear.bias is None for linear in linears}) > 1:
-            raise ValueError("modules: expected a bias in all layers or in none")
+        linears, activation, final_activation = stack_parts(modules)
         sizes = [linears[0].in_features, *(linear.out_features for linear in linears)]
         biased = linears[0].bias is not None
-        made = cls(sizes, *(hidden or {"relu"}), kinds[-1], biased, device="meta")
+        made = cls(sizes, activation, final_activation, biased, device="meta")
         made.layers = torch.nn.ModuleList(linears)
         return made.train(modules.training)
 
@@ -105,36 +92,3 @@ class MLP(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, final_activation={self.final_activation!r}"
-
-
-def _layers_of(modules: torch.nn.Sequential) -> tuple[list[torch.nn.Linear], list[str]]:
-    """The linear layers, and the activation behind each."""
-    if not isinstance(modules, torch.nn.Sequential):
-        raise TypeError(f"modules: expected a torch.nn.Sequential, got {type(modules).__name__}")
-    if not computes_as(modules, torch.nn.Sequential):
-        raise TypeError(f"modules: {type(modules).__name__} has a forward of its own")
-    unhooked("modules", modules)
-    linears, kinds = [], []
-    behind_linear = False
-    for i, module in enumerate(modules):
-        if isinstance(module, torch.nn.Linear):
-            plain_linear(f"modules[{i}]", module)
-            if linears and linears[-1].out_features != module.in_features:
-                raise ValueError(
-                    f"modules[{i}]: expected {linears[-1].out_features} in_features, "
-                    f"got {module.in_features}"
-                )
-            linears.append(module)
-            kinds.append("identity")
-            behind_linear = True
-            continue
-        kind = activation_of(f"modules[{i}]", module, "Linear, ")
-        if kind == "identity":
-            continue
-        if not behind_linear:
-            raise ValueError(f"modules[{i}]: expected a Linear before {type(module).__name__}")
-        kinds[-1] = kind
-        behind_linear = False
-    if not linears:
-        raise ValueError("modules: expected at least one Linear")
-    return linears, kinds

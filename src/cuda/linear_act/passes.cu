@@ -382,6 +382,8 @@ void dispatch(Activation kind, bool vectors, Body body) {
           return body.template operator()<Activation::gelu_tanh, true>();
         case Activation::silu:
           return body.template operator()<Activation::silu, true>();
+        case Activation::hardswish:  // refused before
+          return;
       }
     }
   }
