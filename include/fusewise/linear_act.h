@@ -27,9 +27,10 @@ struct ProductMath {
   bool tf32 = false;
   /// Partial sums of half products may be added in half.
   bool reduced_sums = false;
-  /// The first call of a kind measures the vendor's algorithms and keeps the fastest, in memory and
-  /// in `fusewise/products` of the user's cache folder. Otherwise, and while a graph is captured,
-  /// the vendor's own first choice is taken, as with FUSEWISE_TUNE=0 in the environment.
+  /// The first call with these weights' sizes and an octave of row counts measures cuBLASLt's
+  /// algorithms and keeps the fastest, in memory and in `fusewise/products` of the user's cache
+  /// folder. Otherwise, and while a graph is captured, cuBLASLt's own first choice is taken, as with
+  /// FUSEWISE_TUNE=0 in the environment.
   bool tune = true;
 };
 
