@@ -26,6 +26,10 @@ class _Settings(threading.local):
 settings = _Settings()
 
 
+TORCH = "torch"
+"""The implementation that every operator has beside its own: torch's operators, in both directions."""
+
+
 class implementation:
     """Forces implementations by name, for this thread, inside a `with` block.
 
@@ -36,24 +40,50 @@ class implementation:
     has no implementation of that name, or whose implementation declines the call, raises an error
     with every reason. An empty name, inside another block, gives the choice back to the library.
     What holds when forward runs, holds for the backward that belongs to it.
+
+    A name without an operator is for all of them. Every operator has "torch": the same layer as
+    plain torch operators, as exporters, FX tracing and quantisers want to see it. Its forward and
+    backward go together; naming one names both.
+
+    >>> with fusewise.implementation("torch"):
+    ...     torch.onnx.export(model, (x,), "model.onnx")
     """
 
-    def __init__(self, **names: str):
-        for operator, name in names.items():
-            if operator not in OPERATORS:
+    def __init__(self, name: str = "", /, **per_operator: str):
+        for operator, value in {"name": name, **per_operator}.items():
+            if operator not in OPERATORS and operator != "name":
                 known = ", ".join(OPERATORS)
                 raise ValueError(f"implementation: no operator '{operator}'; there are: {known}")
-            if not isinstance(name, str):
-                raise TypeError(f"implementation: {operator} expects a name, got {name!r}")
-        self._names = names
+            if not isinstance(value, str):
+                raise TypeError(f"implementation: {operator} expects a name, got {value!r}")
+        # With operators named, an empty name says nothing about the others.
+        everywhere = dict.fromkeys(OPERATORS, name) if name or not per_operator else {}
+        self._names = everywhere | per_operator
+        for operator, value in self._names.items():
+            other = self._names.get(_other_direction(operator), value)
+            if value == TORCH and other != TORCH:
+                raise ValueError(
+                    f"implementation: {operator} is 'torch' and {_other_direction(operator)} "
+                    f"'{other}', but torch's forward and backward go together"
+                )
         self._outer = []  # a stack: the same object may be entered again inside itself
 
     def __enter__(self):
-        self._outer.append({operator: getattr(settings, operator) for operator in self._names})
+        names = dict(self._names)
         for operator, name in self._names.items():
+            other = _other_direction(operator)
+            if other not in names and TORCH in (name, getattr(settings, other)):
+                names[other] = TORCH if name == TORCH else ""
+        self._outer.append({operator: getattr(settings, operator) for operator in names})
+        for operator, name in names.items():
             setattr(settings, operator, name)
         return self
 
     def __exit__(self, *_):
         for operator, name in self._outer.pop().items():
             setattr(settings, operator, name)
+
+
+def _other_direction(operator: str) -> str:
+    forward = operator.removesuffix("_backward")
+    return forward if forward != operator else operator + "_backward"
