@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import functional
+from .._settings import TORCH, settings
+from ..functional.linear_act import ACTIVATIONS
 from ._checks import (
     activation_name,
     activation_of,
@@ -16,14 +18,15 @@ from ._checks import (
     unhooked,
     whole,
 )
-from ._parts import computes_as, weight_and_bias
+from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_bias
 
 
 class MLP(torch.nn.Module):
     """`x`, then for each layer `act(x @ weight.T + bias)`: one fused operator forward and one back.
 
     Parameters and state dict are those of a list of `torch.nn.Linear` named `layers`:
-    `layers.0.weight`, `layers.0.bias`, ... They hold the parameters and are not called themselves.
+    `layers.0.weight`, `layers.0.bias`, ... They are called, and torch's operators run, only where
+    the fused operator would miss something: hooks on them, or another layer in their place.
 
     Args:
         sizes: features of the input and of each layer's output, `[K_0, K_1, ..., K_n]`.
@@ -85,13 +88,14 @@ class MLP(torch.nn.Module):
             layer.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
+        layers = self._modules["layers"]._modules
+        kinds = (torch.nn.Linear,) * len(layers)
+        usual = ordinary(layers.values(), kinds)
+        why = ("" if usual else foreign(layers, kinds, "layers.")) or hooks_everywhere()
+        if why or settings.linear_act == TORCH:
+            return run_torch("linear_act", self, self._with_torch, x, why)
         weights, biases = [], []
-        for i, layer in enumerate(self.layers):
-            if not computes_as(layer, torch.nn.Linear):
-                raise TypeError(
-                    f"layers[{i}]: expected a torch.nn.Linear, got {type(layer).__name__}; its "
-                    "forward would not be called"
-                )
+        for layer in layers.values():
             weight, bias = weight_and_bias(layer)
             weights.append(weight)
             biases.append(bias)
@@ -103,6 +107,11 @@ class MLP(torch.nn.Module):
             blame_x(error, x, weights[0].shape[1])
             raise
 
+    def _with_torch(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = ACTIVATIONS[self.activation](layer(x))
+        return ACTIVATIONS[self.final_activation](self.layers[-1](x))
+
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, final_activation={self.final_activation!r}"
 
@@ -111,7 +120,7 @@ def _layers_of(modules: torch.nn.Sequential) -> tuple[list[torch.nn.Linear], lis
     """The linear layers, and the activation behind each."""
     if not isinstance(modules, torch.nn.Sequential):
         raise TypeError(f"modules: expected a torch.nn.Sequential, got {type(modules).__name__}")
-    if not computes_as(modules, torch.nn.Sequential):
+    if type(modules).forward is not torch.nn.Sequential.forward:
         raise TypeError(f"modules: {type(modules).__name__} has a forward of its own")
     unhooked("modules", modules)
     linears, kinds = [], []

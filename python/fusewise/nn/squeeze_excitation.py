@@ -1,17 +1,24 @@
 """Squeeze-and-Excitation as a module."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
+from .._settings import TORCH, settings
+from ..functional.squeeze_excite import ACTIVATIONS, GATES
 from ._checks import floating, one_of, whole
+from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_bias
+
+_KINDS = (torch.nn.Conv2d, torch.nn.Conv2d)  # of fc1 and fc2
 
 
 class SqueezeExcitation(torch.nn.Module):
     """`x * gate(fc2(act(fc1(mean(x)))))`, the mean over H and W, as one fused operator.
 
     Parameters and state dict are those of torchvision's module: `fc1` and `fc2` are 1x1
-    convolutions that hold them and are not called themselves.
+    convolutions that hold them. They are called, and torch's operators run, only where the fused
+    operator would miss something: hooks on them, or another layer in their place.
 
     Args:
         channels: C of the input `[N, C, H, W]`.
@@ -48,17 +55,25 @@ class SqueezeExcitation(torch.nn.Module):
         self.fc2.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        fc1, fc2 = self.fc1, self.fc2
+        parts = self._modules
+        usual = ordinary(parts.values(), _KINDS)
+        why = ("" if usual else foreign(parts, _KINDS)) or hooks_everywhere()
+        if why or settings.squeeze_excite == TORCH:
+            return run_torch("squeeze_excite", self, self._with_torch, x, why)
+        w1, b1 = weight_and_bias(parts["fc1"])
+        w2, b2 = weight_and_bias(parts["fc2"])
         try:
-            return functional.squeeze_excite(
-                x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, self.activation, self.gate
-            )
+            return functional.squeeze_excite(x, w1, b1, w2, b2, self.activation, self.gate)
         except RuntimeError as error:
-            channels = fc1.weight.shape[1]
+            channels = w1.shape[1]
             if x.dim() == 4 and x.shape[1] != channels:
                 message = f"x: expected {channels} channels, got {x.shape[1]}"
                 raise RuntimeError(message) from error
             raise
+
+    def _with_torch(self, x: Tensor) -> Tensor:
+        hidden = ACTIVATIONS[self.activation](self.fc1(F.adaptive_avg_pool2d(x, 1)))
+        return x * GATES[self.gate](self.fc2(hidden))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, gate={self.gate!r}"
