@@ -27,7 +27,7 @@ settings = _Settings()
 
 
 TORCH = "torch"
-"""The implementation that every operator has beside its own: torch's operators, in both directions."""
+"""The implementation that every operator has: torch's own operators, in both directions."""
 
 
 class implementation:
@@ -50,30 +50,32 @@ class implementation:
     """
 
     def __init__(self, name: str = "", /, **per_operator: str):
-        for operator, value in {"name": name, **per_operator}.items():
-            if operator not in OPERATORS and operator != "name":
+        for operator in per_operator:
+            if operator not in OPERATORS:
                 known = ", ".join(OPERATORS)
                 raise ValueError(f"implementation: no operator '{operator}'; there are: {known}")
+        for what, value in (("every operator", name), *per_operator.items()):
             if not isinstance(value, str):
-                raise TypeError(f"implementation: {operator} expects a name, got {value!r}")
+                raise TypeError(f"implementation: {what} expects a name, got {value!r}")
         # With operators named, an empty name says nothing about the others.
-        everywhere = dict.fromkeys(OPERATORS, name) if name or not per_operator else {}
-        self._names = everywhere | per_operator
-        for operator, value in self._names.items():
-            other = self._names.get(_other_direction(operator), value)
-            if value == TORCH and other != TORCH:
+        self._names = dict.fromkeys(OPERATORS, name) if name or not per_operator else {}
+        for operator, value in per_operator.items():
+            other = _other_direction(operator)
+            beside = per_operator.get(other, value)
+            if value == TORCH and beside != TORCH:
                 raise ValueError(
-                    f"implementation: {operator} is 'torch' and {_other_direction(operator)} "
-                    f"'{other}', but torch's forward and backward go together"
+                    f"implementation: {operator} is 'torch' and {other} '{beside}', but torch's "
+                    "forward and backward go together"
                 )
+            self._names |= _with_other(operator, value, self._names) | {operator: value}
+        self._names |= per_operator
         self._outer = []  # a stack: the same object may be entered again inside itself
 
     def __enter__(self):
         names = dict(self._names)
         for operator, name in self._names.items():
-            other = _other_direction(operator)
-            if other not in names and TORCH in (name, getattr(settings, other)):
-                names[other] = TORCH if name == TORCH else ""
+            if _other_direction(operator) not in names:
+                names |= _with_other(operator, name, vars(settings))
         self._outer.append({operator: getattr(settings, operator) for operator in names})
         for operator, name in names.items():
             setattr(settings, operator, name)
@@ -82,6 +84,15 @@ class implementation:
     def __exit__(self, *_):
         for operator, name in self._outer.pop().items():
             setattr(settings, operator, name)
+
+
+def _with_other(operator: str, name: str, names: dict[str, str]) -> dict[str, str]:
+    """What follows for the other direction of an operator, where `names` has one for it: torch
+    where this is torch, else anything but torch."""
+    other = _other_direction(operator)
+    if other in names and TORCH in (name, names[other]):
+        return {other: name if name == TORCH else ""}
+    return {}
 
 
 def _other_direction(operator: str) -> str:

@@ -1,4 +1,4 @@
-"""Parts of a module whose weights are made anew, that compute something else, or that have hooks."""
+"""Parts of a module: weights made anew in every call, other layers in their place, hooks."""
 
 import copy
 import warnings

@@ -78,7 +78,7 @@ def rephrased(error: Exception, **tensors: torch.Tensor | None) -> Exception:
         return error
     if "out of memory" in str(error):
         return torch.OutOfMemoryError(str(error))
-    if str(error).startswith("implementation: "):
+    if "implementation: " in str(error):
         return RuntimeError(f"{error}; 'torch' would take it")
     for name, tensor in tensors.items():
         if clearer := dtensor_error(name, tensor):

@@ -143,7 +143,8 @@ class SpectralShapeAutoencoder(nn.Module):
         z = F.gelu(self.bottleneck_mlp(F.linear(slices.flatten(1), basis)))
         if output == "latent":
             return z
-        y = self.slice_decoder((z @ basis).unflatten(1, (self.frames, self.slice_latent_dim)))
+        codes = (z @ basis).reshape(x.shape[0], self.frames, self.slice_latent_dim)
+        y = self.slice_decoder(codes)
         if output == "score":
             dtype = autoencoder_score_dtype(x)
             return (y.to(dtype) - rows.to(dtype)).square().mean((1, 2))

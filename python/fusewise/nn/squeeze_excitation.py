@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .. import functional
 from .._settings import TORCH, settings
+from ..functional._transforms import is_jit_tracing, is_symbolic
 from ..functional.squeeze_excite import ACTIVATIONS, GATES
 from ._checks import floating, one_of, whole
 from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_bias
@@ -72,6 +73,9 @@ class SqueezeExcitation(torch.nn.Module):
             raise
 
     def _with_torch(self, x: Tensor) -> Tensor:
+        # torch's pooling would take an image without a batch.
+        if not is_symbolic(x) and not is_jit_tracing() and x.dim() != 4:
+            raise RuntimeError(f"x: expected 4 dimensions [N, C, H, W], got {list(x.shape)}")
         hidden = ACTIVATIONS[self.activation](self.fc1(F.adaptive_avg_pool2d(x, 1)))
         return x * GATES[self.gate](self.fc2(hidden))
 
