@@ -39,6 +39,15 @@ def refuse_exporters(operator: str, x) -> None:
         _ops.refuse_onnx(operator)
 
 
+def refuse_script(_=None) -> None:
+    """In the place of `__prepare_scriptable__`, which torch.jit.script calls before it compiles."""
+    raise RuntimeError(
+        "torch.jit.script cannot compile fusewise's operators; use torch.export or torch.compile, "
+        'or torch.jit.trace inside `with fusewise.implementation("torch"):`, which records '
+        "torch's own operators"
+    )
+
+
 def refuse_forced(operator: str, why: str) -> None:
     """For calls that only torch's own operators can serve: a forced name must not be ignored."""
     for name in (getattr(settings, operator), getattr(settings, operator + "_backward")):

@@ -135,7 +135,7 @@ def _with_torch(x, w, b, activation, forced):
         if error := _ops.wrong_linear_type(x, w, b, activation):
             raise error
         x, (w, b) = cast_inputs(x, [w, b])
-        if not is_jit_tracing():
+        if not is_jit_tracing() and not x.is_nested:
             _ops.check_linear_act(x, w, b, activation)
     y = plain(x, w, b, activation)
     if settings.records is not None:

@@ -168,7 +168,7 @@ def _with_torch(x, weights, biases, activation, final_activation, forced):
     layers, parameters = len(weights), [*weights, *biases]
     if not is_symbolic(x):
         x, parameters = cast_inputs(x, parameters)
-        if not is_jit_tracing():
+        if not is_jit_tracing() and not x.is_nested:
             _check(x, parameters[:layers], parameters[layers:], activation, final_activation)
     y = x
     for w, b, kind in _layers(parameters, layers, activation, final_activation):

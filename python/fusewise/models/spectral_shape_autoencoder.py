@@ -1,5 +1,6 @@
 """SpectralShapeAutoencoder: reconstructs frames of log-mel values, and scores how well."""
 
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from .._ops import AUTOENCODER_WEIGHTS, autoencoder_score_dtype, check_rows
 from .._settings import TORCH, settings
-from ..functional._transforms import is_jit_tracing, is_symbolic
+from ..functional._transforms import is_jit_tracing, is_symbolic, refuse_script
 from ..nn._checks import floating, whole
 from ..nn._parts import (
     foreign,
@@ -121,10 +122,11 @@ class SpectralShapeAutoencoder(nn.Module):
         return self._run(x, "score")
 
     def _run(self, x: Tensor, output: str) -> Tensor:
+        if settings.autoencoder == TORCH:
+            return run_torch("autoencoder", self, partial(self._with_torch, output=output), x)
         parts = self._parts()
-        why = self._foreign(parts) or hooks_everywhere()
-        if why or settings.autoencoder == TORCH:
-            return run_torch("autoencoder", self, lambda x: self._with_torch(x, output), x, why)
+        if why := self._foreign(parts) or hooks_everywhere():
+            return run_torch("autoencoder", self, partial(self._with_torch, output=output), x, why)
         try:
             return autoencoder(x, *self._weights(parts), output=output)
         except RuntimeError as error:
@@ -206,6 +208,8 @@ class SpectralShapeAutoencoder(nn.Module):
         # Checkpoints of old have a decoder of their own that no output ever depended on.
         state_dict.pop(prefix + "global_decoder.weight", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    __prepare_scriptable__ = refuse_script
 
     def extra_repr(self) -> str:
         return (

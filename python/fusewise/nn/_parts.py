@@ -109,7 +109,7 @@ def hooks_everywhere() -> str:
 
 
 def run_torch(
-    operator: str, module: nn.Module, compute: Callable[[Tensor], Tensor], x: Tensor, why: str
+    operator: str, module: nn.Module, compute: Callable[[Tensor], Tensor], x: Tensor, why: str = ""
 ) -> Tensor:
     """`compute(x)`, which calls the module's parts; `why` is empty where torch was forced."""
     if why:

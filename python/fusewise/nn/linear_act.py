@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import functional
+from ..functional._transforms import refuse_script
 from ._checks import (
     activation_name,
     activation_of,
@@ -72,6 +73,8 @@ class LinearAct(torch.nn.Linear):
         except RuntimeError as error:
             blame_x(error, x, self.in_features)
             raise
+
+    __prepare_scriptable__ = refuse_script
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation!r}"

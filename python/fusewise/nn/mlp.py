@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import functional
 from .._settings import TORCH, settings
+from ..functional._transforms import refuse_script
 from ..functional.linear_act import ACTIVATIONS
 from ._checks import (
     activation_name,
@@ -88,11 +89,12 @@ class MLP(torch.nn.Module):
             layer.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
+        if settings.linear_act == TORCH:
+            return run_torch("linear_act", self, self._with_torch, x)
         layers = self._modules["layers"]._modules
         kinds = (torch.nn.Linear,) * len(layers)
         usual = ordinary(layers.values(), kinds)
-        why = ("" if usual else foreign(layers, kinds, "layers.")) or hooks_everywhere()
-        if why or settings.linear_act == TORCH:
+        if why := ("" if usual else foreign(layers, kinds, "layers.")) or hooks_everywhere():
             return run_torch("linear_act", self, self._with_torch, x, why)
         weights, biases = [], []
         for layer in layers.values():
@@ -111,6 +113,8 @@ class MLP(torch.nn.Module):
         for layer in self.layers[:-1]:
             x = ACTIVATIONS[self.activation](layer(x))
         return ACTIVATIONS[self.final_activation](self.layers[-1](x))
+
+    __prepare_scriptable__ = refuse_script
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, final_activation={self.final_activation!r}"

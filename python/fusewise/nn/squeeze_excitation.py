@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import functional
 from .._settings import TORCH, settings
-from ..functional._transforms import is_jit_tracing, is_symbolic
+from ..functional._transforms import is_jit_tracing, is_symbolic, refuse_script
 from ..functional.squeeze_excite import ACTIVATIONS, GATES
 from ._checks import floating, one_of, whole
 from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_bias
@@ -57,9 +57,10 @@ class SqueezeExcitation(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self._modules
+        if settings.squeeze_excite == TORCH:
+            return run_torch("squeeze_excite", self, self._with_torch, x)
         usual = ordinary(parts.values(), _KINDS)
-        why = ("" if usual else foreign(parts, _KINDS)) or hooks_everywhere()
-        if why or settings.squeeze_excite == TORCH:
+        if why := ("" if usual else foreign(parts, _KINDS)) or hooks_everywhere():
             return run_torch("squeeze_excite", self, self._with_torch, x, why)
         w1, b1 = weight_and_bias(parts["fc1"])
         w2, b2 = weight_and_bias(parts["fc2"])
@@ -67,7 +68,7 @@ class SqueezeExcitation(torch.nn.Module):
             return functional.squeeze_excite(x, w1, b1, w2, b2, self.activation, self.gate)
         except RuntimeError as error:
             channels = w1.shape[1]
-            if x.dim() == 4 and x.shape[1] != channels:
+            if not x.is_nested and x.dim() == 4 and x.shape[1] != channels:
                 message = f"x: expected {channels} channels, got {x.shape[1]}"
                 raise RuntimeError(message) from error
             raise
@@ -78,6 +79,8 @@ class SqueezeExcitation(torch.nn.Module):
             raise RuntimeError(f"x: expected 4 dimensions [N, C, H, W], got {list(x.shape)}")
         hidden = ACTIVATIONS[self.activation](self.fc1(F.adaptive_avg_pool2d(x, 1)))
         return x * GATES[self.gate](self.fc2(hidden))
+
+    __prepare_scriptable__ = refuse_script
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, gate={self.gate!r}"
