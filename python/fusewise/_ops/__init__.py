@@ -1,6 +1,7 @@
 """Loads the operator libraries and adds what the stable ABI cannot: fake kernels and torch's own
 error types. Everything here is private; `fusewise.functional` is the door."""
 
+from . import _flops  # noqa: F401 - registers what torch's counter of operations asks for
 from ._library import (
     CUDA_MISSING,
     WAY_OUT,
