@@ -49,7 +49,7 @@ def whole(gradients):
 @pytest.mark.parametrize("kind", PART)
 def test_fully_shard_around_a_module(device, kind, mesh):
     """The fused operator runs, on gathered parameters, in a model that is sharded as well."""
-    ours, theirs, x = pair(kind, device, torch.float32)
+    ours, theirs, x = pair(kind, device)
     model = nn.Sequential(ours)
     fully_shard(ours, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -61,7 +61,7 @@ def test_fully_shard_around_a_module(device, kind, mesh):
 
 @pytest.mark.parametrize("kind", ("squeeze_excite", "mlp", "autoencoder"))
 def test_fully_shard_of_a_part(device, kind, mesh):
-    ours, theirs, x = pair(kind, device, torch.float32)
+    ours, theirs, x = pair(kind, device)
     fully_shard(ours.get_submodule(PART[kind]), mesh=mesh)
     with pytest.raises(RuntimeError, match=f"^{PART[kind]}.weight: {SAID}"):
         ours(x)
@@ -70,7 +70,7 @@ def test_fully_shard_of_a_part(device, kind, mesh):
 
 
 def test_tensor_parallel_layers(device, mesh):
-    ours, theirs, x = pair("mlp", device, torch.float32)
+    ours, theirs, x = pair("mlp", device)
     plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
     parallelize_module(ours, mesh, plan)
     with pytest.raises(RuntimeError, match=f"^layers.0.weight: {SAID}"):

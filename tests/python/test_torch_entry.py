@@ -16,7 +16,7 @@ from fusewise.functional import linear_act, mlp, squeeze_excite
 from fusewise.models import SpectralShapeAutoencoder
 from fusewise.nn import SqueezeExcitation
 from linear_reference import ACTIVATIONS, eager, eager_mlp
-from test_parts import PART, pair, step
+from test_parts import PART, exact, pair, step
 
 KINDS = pytest.mark.parametrize("kind", PART)
 HALF = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
@@ -113,7 +113,7 @@ def test_modules_compute_what_torchs_do(device, kind, dtype):
     with fusewise.implementation("torch"), Calls() as calls:
         found = step(ours, x)
     assert not calls.any_of_ours()
-    torch.testing.assert_close(found, step(theirs, x), rtol=0, atol=0)
+    torch.testing.assert_close(found, step(theirs, x), **exact(device))
 
 
 @KINDS
@@ -127,7 +127,7 @@ def test_autocast_is_torchs(device, kind, dtype, x_dtype):
         with fusewise.implementation("torch"):
             found = step(ours, x)
         expected = step(theirs, x)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(found, expected, **exact(device))
 
 
 @KINDS
@@ -135,7 +135,7 @@ def test_autocast_is_torchs(device, kind, dtype, x_dtype):
 def test_half_modules(device, kind, dtype):
     ours, theirs, x = pair(kind, device, dtype)
     with fusewise.implementation("torch"):
-        torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0)
+        torch.testing.assert_close(ours(x), theirs(x), **exact(device))
 
 
 @KINDS
@@ -146,7 +146,7 @@ def test_float32_parameters_beside_half_data(device, kind, dtype):
     with fusewise.implementation("torch"):
         found = ours(x)
     with torch.autocast(device, dtype):
-        torch.testing.assert_close(found, theirs(x), rtol=0, atol=0)
+        torch.testing.assert_close(found, theirs(x), **exact(device))
 
 
 def se_arguments(device, dtype, w_dtype=None):
@@ -184,7 +184,7 @@ def test_squeeze_excite_rounds_float32_weights_to_half_data(device, dtype):
         found = squeeze_excite(*arguments, "silu")
         expected = squeeze_excite(*(t.to(dtype) for t in arguments), "silu")
     assert found.dtype == dtype
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(found, expected, **exact(device))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -253,6 +253,23 @@ def test_fx_sees_torchs_operators(device, kind):
         called = [node.target for node in traced.graph.nodes if node.op == "call_module"]
         assert PART[kind] in called
     torch.testing.assert_close(step(traced, x), step(theirs, x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_fx_quantisation_finds_the_layers():
+    quantize_fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
+    ours, theirs, x = pair("mlp", "cpu", torch.float32)
+    mapping = torch.ao.quantization.get_default_qconfig_mapping()
+    outputs = []
+    with fusewise.implementation("torch"):
+        for model in (ours.eval(), theirs.eval()):
+            prepared = quantize_fx.prepare_fx(model, mapping, (x,))
+            prepared(x)
+            quantised = quantize_fx.convert_fx(prepared)
+            assert "Quantized" in str(quantised)
+            outputs.append(quantised(x))
+    torch.testing.assert_close(*outputs)
 
 
 class Functions(nn.Module):

@@ -15,6 +15,7 @@ from ..nn._checks import floating, whole
 from ..nn._parts import (
     foreign,
     hooks_everywhere,
+    make_weights,
     ordinary,
     parameter,
     run_torch,
@@ -122,6 +123,8 @@ class SpectralShapeAutoencoder(nn.Module):
         return self._run(x, "score")
 
     def _run(self, x: Tensor, output: str) -> Tensor:
+        if output != "reconstruction":
+            make_weights(self)  # the hooks of the module itself run before forward alone
         if settings.autoencoder == TORCH:
             return run_torch("autoencoder", self, partial(self._with_torch, output=output), x)
         parts = self._parts()
@@ -198,6 +201,7 @@ class SpectralShapeAutoencoder(nn.Module):
         parts = self._parts()
         if why := self._foreign(parts):
             raise TypeError(f"save_safetensors writes the weights alone, but {why}")
+        make_weights(self)
         values = (weight.detach().contiguous() for weight in self._weights(parts))
         tensors = dict(zip(_NAMES, values, strict=True))
         content = save(tensors, {"model": type(self).__name__, **(metadata or {})})

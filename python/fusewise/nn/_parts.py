@@ -30,13 +30,19 @@ def parameter(part: nn.Module, name: str) -> Tensor | None:
     return own[name] if name in own else getattr(part, name)
 
 
+def make_weights(part: nn.Module) -> None:
+    """What pruning, and norms of weights in their older form, do in a hook before a call."""
+    for hook in part._forward_pre_hooks.values():
+        if _makes_weights(hook):
+            hook(part, ())
+
+
 def weight_and_bias(part: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """Of a part that is not `foreign`; made anew where they are pruned or normalised."""
     own = part._parameters
     if "weight" in own and "bias" in own:
         return own["weight"], own["bias"]
-    for hook in part._forward_pre_hooks.values():
-        hook(part, ())
+    make_weights(part)
     return parameter(part, "weight"), parameter(part, "bias")
 
 
