@@ -343,6 +343,24 @@ def test_another_eps_and_another_part_are_not_missed(device):
     torch.testing.assert_close(step(ours, x), step(theirs, x))
 
 
+def test_padding_is_not_missed(device):
+    """Of an image as large as a padded pixel, which torch's product takes."""
+    ours, theirs, _ = pair("squeeze_excite", device)
+    for model in (ours, theirs):
+        model.fc1.padding = (1, 1)
+    x = torch.randn(2, 6, 3, 3, device=device, dtype=torch.float64)
+    assert explained(ours, x) == "fc1.padding is (1, 1) where the operator has (0, 0)"
+    torch.testing.assert_close(step(ours, x), step(theirs, x))
+
+
+def test_submodules_beside_the_parts_do_not_matter(device):
+    for kind in ("squeeze_excite", "autoencoder"):
+        ours, theirs, x = pair(kind, device)
+        ours.extra = nn.Dropout()
+        assert explained(ours, x) is None
+        torch.testing.assert_close(ours(x), theirs(x))
+
+
 @pytest.mark.parametrize("output", ("forward", "encode", "anomaly_score"))
 @pytest.mark.parametrize("frames", (False, True), ids=("rows", "frames"))
 def test_every_output_of_the_autoencoder(device, output, frames):

@@ -174,7 +174,8 @@ class SpectralShapeAutoencoder(nn.Module):
         """Why calling the parts would do something else than the operator, or ''."""
         if ordinary(parts, _KINDS):
             return ""
-        why = foreign(self._modules, (nn.Sequential,) * len(_PARTS))
+        containers = {name: self._modules[name] for name in _PARTS}
+        why = foreign(containers, (nn.Sequential,) * len(_PARTS))
         for name, kinds in _PARTS.items():
             why = why or foreign(self._modules[name]._modules, kinds, f"{name}.")
         return why

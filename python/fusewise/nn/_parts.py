@@ -21,7 +21,9 @@ from .._settings import settings
 from ..functional._products import autocast_dtype
 from ..functional._transforms import is_symbolic, refuse_forced
 
+# What the operators know: a LayerNorm's eps, a convolution's padding.
 _EPS = 1e-5
+_PADDING = (0, 0)
 
 
 def parameter(part: nn.Module, name: str) -> Tensor | None:
@@ -58,6 +60,7 @@ def ordinary(parts: Collection[nn.Module], kinds: Sequence[type[nn.Module]]) -> 
             or own["_backward_pre_hooks"]
             or "forward" in own
             or ("eps" in own and own["eps"] != _EPS)
+            or ("padding" in own and own["padding"] != _PADDING)
         ):
             return False
     return len(parts) == len(kinds)
@@ -67,8 +70,10 @@ def foreign(parts: dict[str, nn.Module], kinds: Sequence[type[nn.Module]], prefi
     """Why calling one of the parts would do something else than the formula of its kind, or ''."""
     if len(parts) != len(kinds):
         return f"{prefix[:-1]} has {len(parts)} parts where the operator knows {len(kinds)}"
-    found = (_foreign(prefix + name, parts[name], kind) for name, kind in zip(parts, kinds))  # noqa: B905
-    return next(filter(None, found), "")
+    for (name, part), kind in zip(parts.items(), kinds, strict=True):
+        if why := _foreign(prefix + name, part, kind):
+            return why
+    return ""
 
 
 def _foreign(name: str, part: nn.Module, kind: type[nn.Module]) -> str:
@@ -87,8 +92,9 @@ def _foreign(name: str, part: nn.Module, kind: type[nn.Module]) -> str:
             if error := dtensor_error(f"{name}.{of}", tensor):
                 raise error
         return f"{name} has hooks, which run only when it is called"
-    if kind is nn.LayerNorm and part.eps != _EPS:
-        return f"{name}.eps is {part.eps} where the operator has {_EPS}"
+    for of, value in (("eps", _EPS), ("padding", _PADDING)):
+        if getattr(part, of, value) != value:
+            return f"{name}.{of} is {getattr(part, of)} where the operator has {value}"
     return ""
 
 

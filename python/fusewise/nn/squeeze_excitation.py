@@ -56,14 +56,15 @@ class SqueezeExcitation(torch.nn.Module):
         self.fc2.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self._modules
         if settings.squeeze_excite == TORCH:
             return run_torch("squeeze_excite", self, self._with_torch, x)
+        fc1, fc2 = self._modules["fc1"], self._modules["fc2"]
+        parts = {"fc1": fc1, "fc2": fc2}
         usual = ordinary(parts.values(), _KINDS)
         if why := ("" if usual else foreign(parts, _KINDS)) or hooks_everywhere():
             return run_torch("squeeze_excite", self, self._with_torch, x, why)
-        w1, b1 = weight_and_bias(parts["fc1"])
-        w2, b2 = weight_and_bias(parts["fc2"])
+        w1, b1 = weight_and_bias(fc1)
+        w2, b2 = weight_and_bias(fc2)
         try:
             return functional.squeeze_excite(x, w1, b1, w2, b2, self.activation, self.gate)
         except RuntimeError as error:
