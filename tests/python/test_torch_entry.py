@@ -173,8 +173,16 @@ def test_squeeze_excite(device, activation, gate, four):
     torch.testing.assert_close(found, expected)
 
 
-def test_hardswish_is_known_here():
-    assert fusewise.functional.squeeze_excite.__globals__["ACTIVATIONS"]["hardswish"] is F.hardswish
+def test_hardswish_is_known_here(device):
+    x, w1, b1, w2, b2 = se_arguments(device, torch.float32)
+
+    def call(x):
+        return squeeze_excite(x, w1, b1, w2, b2, "hardswish")
+
+    with fusewise.implementation("torch"):
+        found = torch.fx.symbolic_trace(call)(x)
+    gates = F.linear(F.hardswish(F.linear(x.mean((2, 3)), w1, b1)), w2, b2).sigmoid()
+    torch.testing.assert_close(found, x * gates[:, :, None, None])
 
 
 @HALF

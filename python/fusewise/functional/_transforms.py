@@ -3,7 +3,6 @@
 import torch
 from torch.autograd import forward_ad
 from torch.fx import Proxy
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from .. import _ops
 from .._settings import TORCH, settings
@@ -31,7 +30,7 @@ def is_jit_tracing() -> bool:
 
 def refuse_exporters(operator: str, x) -> None:
     """For tracers that cannot take a fused operator: an error that names the way out."""
-    if is_fx_symbolic_tracing() and is_symbolic(x):
+    if is_symbolic(x):
         raise TypeError(
             f"{operator}: torch.fx cannot trace a fused operator of fusewise; {_ops.WAY_OUT}"
         )
