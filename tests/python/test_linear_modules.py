@@ -307,21 +307,6 @@ def test_weights_that_a_hook_makes_are_made_anew(device, wrap):
     assert learned.grad.any()
 
 
-def test_a_layer_in_the_place_of_another_is_told():
-    class Wrapper(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.weight, self.bias = inner.weight, inner.bias
-
-        def forward(self, x):
-            return 2 * nn.functional.linear(x, self.weight, self.bias)
-
-    module = MLP([6, 5, 4])
-    module.layers[1] = Wrapper(module.layers[1])
-    with pytest.raises(TypeError, match=r"^layers\[1\]: expected a torch.nn.Linear, got Wrapper"):
-        module(torch.randn(3, 6))
-
-
 def test_wrong_features_of_a_stack():
     with pytest.raises(RuntimeError, match="^x: expected 8 features, got 7"):
         MLP([8, 4, 2])(torch.randn(2, 7))

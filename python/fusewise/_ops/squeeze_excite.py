@@ -2,7 +2,7 @@
 
 import torch
 
-from . import _library  # noqa: F401 - the operators exist once the library is loaded
+from ._library import refuse_onnx
 
 squeeze_excite = torch.ops.fusewise._squeeze_excite.default
 squeeze_excite_backward = torch.ops.fusewise._squeeze_excite_backward.default
@@ -100,6 +100,7 @@ def saved_dtype(x):
 
 @torch.library.register_fake("fusewise::_squeeze_excite")
 def _(x, w1, b1, w2, b2, activation, gate, save, implementation):
+    refuse_onnx("squeeze_excite")
     check_squeeze_excite(x, w1, b1, w2, b2, activation, gate)
     n, c = x.shape[:2]
     kept = n * (2 * c + w1.shape[0]) if save else 0

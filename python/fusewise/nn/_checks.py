@@ -40,7 +40,7 @@ def floating(dtype: torch.dtype | None) -> None:
 
 def blame_x(error: RuntimeError, x: torch.Tensor, features: int) -> None:
     """Asked after a function has failed, which blames w: in a module that is right by itself."""
-    if x.dim() > 0 and x.shape[-1] != features:
+    if not x.is_nested and x.dim() > 0 and x.shape[-1] != features:
         raise RuntimeError(f"x: expected {features} features, got {x.shape[-1]}") from error
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import functional
+from ..functional._transforms import refuse_script
 from ._checks import (
     activation_name,
     activation_of,
@@ -86,6 +87,8 @@ class LinearAct(torch.nn.Module):
         except RuntimeError as error:
             blame_x(error, x, self.in_features)
             raise
+
+    __prepare_scriptable__ = refuse_script
 
     def extra_repr(self) -> str:
         return f"{torch.nn.Linear.extra_repr(self)}, activation={self.activation!r}"

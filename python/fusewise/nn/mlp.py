@@ -6,16 +6,20 @@ import torch
 from torch import Tensor
 
 from .. import functional
+from .._settings import TORCH, settings
+from ..functional._transforms import refuse_script
+from ..functional.linear_act import ACTIVATIONS
 from ._checks import activation_name, blame_x, floating, true_or_false, whole
 from ._others import stack_parts
-from ._parts import computes_as, weight_and_bias
+from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_bias
 
 
 class MLP(torch.nn.Module):
     """`x`, then for each layer `act(x @ weight.T + bias)`: one fused operator forward and one back.
 
     Parameters and state dict are those of a list of `torch.nn.Linear` named `layers`:
-    `layers.0.weight`, `layers.0.bias`, ... They hold the parameters and are not called themselves.
+    `layers.0.weight`, `layers.0.bias`, ... They are called, and torch's operators run, only where
+    the fused operator would miss something: hooks on them, or another layer in their place.
 
     Args:
         sizes: features of the input and of each layer's output, `[K_0, K_1, ..., K_n]`.
@@ -72,13 +76,15 @@ class MLP(torch.nn.Module):
             layer.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
+        if settings.linear_act == TORCH:
+            return run_torch("linear_act", self, self._with_torch, x)
+        layers = self._modules["layers"]._modules
+        kinds = (torch.nn.Linear,) * len(layers)
+        usual = ordinary(layers.values(), kinds)
+        if why := ("" if usual else foreign(layers, kinds, "layers.")) or hooks_everywhere():
+            return run_torch("linear_act", self, self._with_torch, x, why)
         weights, biases = [], []
-        for i, layer in enumerate(self.layers):
-            if not computes_as(layer, torch.nn.Linear):
-                raise TypeError(
-                    f"layers[{i}]: expected a torch.nn.Linear, got {type(layer).__name__}; its "
-                    "forward would not be called"
-                )
+        for layer in layers.values():
             weight, bias = weight_and_bias(layer)
             weights.append(weight)
             biases.append(bias)
@@ -89,6 +95,13 @@ class MLP(torch.nn.Module):
         except RuntimeError as error:
             blame_x(error, x, weights[0].shape[1])
             raise
+
+    def _with_torch(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = ACTIVATIONS[self.activation](layer(x))
+        return ACTIVATIONS[self.final_activation](self.layers[-1](x))
+
+    __prepare_scriptable__ = refuse_script
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, final_activation={self.final_activation!r}"

@@ -1,19 +1,27 @@
 """Squeeze-and-Excitation as a module."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
 from .._ops import SQUEEZE_EXCITE_ACTIVATIONS, SQUEEZE_EXCITE_GATES, missing_activation
+from .._settings import TORCH, settings
+from ..functional._transforms import is_jit_tracing, is_symbolic, refuse_script
+from ..functional.squeeze_excite import ACTIVATIONS, GATES
 from ._checks import floating, one_of, whole
 from ._others import excitation_parts
+from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_bias
+
+_KINDS = (torch.nn.Conv2d, torch.nn.Conv2d)  # of fc1 and fc2
 
 
 class SqueezeExcitation(torch.nn.Module):
     """`x * gate(fc2(act(fc1(mean(x)))))`, the mean over H and W, as one fused operator.
 
     Parameters and state dict are those of torchvision's module: `fc1` and `fc2` are 1x1
-    convolutions that hold them and are not called themselves.
+    convolutions that hold them. They are called, and torch's operators run, only where the fused
+    operator would miss something: hooks on them, or another layer in their place.
 
     Args:
         channels: C of the input `[N, C, H, W]`.
@@ -71,17 +79,32 @@ class SqueezeExcitation(torch.nn.Module):
         self.fc2.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        fc1, fc2 = self.fc1, self.fc2
+        if settings.squeeze_excite == TORCH:
+            return run_torch("squeeze_excite", self, self._with_torch, x)
+        fc1, fc2 = self._modules["fc1"], self._modules["fc2"]
+        parts = {"fc1": fc1, "fc2": fc2}
+        usual = ordinary(parts.values(), _KINDS)
+        if why := ("" if usual else foreign(parts, _KINDS)) or hooks_everywhere():
+            return run_torch("squeeze_excite", self, self._with_torch, x, why)
+        w1, b1 = weight_and_bias(fc1)
+        w2, b2 = weight_and_bias(fc2)
         try:
-            return functional.squeeze_excite(
-                x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, self.activation, self.gate
-            )
+            return functional.squeeze_excite(x, w1, b1, w2, b2, self.activation, self.gate)
         except RuntimeError as error:
-            channels = fc1.weight.shape[1]
-            if x.dim() == 4 and x.shape[1] != channels:
+            channels = w1.shape[1]
+            if not x.is_nested and x.dim() == 4 and x.shape[1] != channels:
                 message = f"x: expected {channels} channels, got {x.shape[1]}"
                 raise RuntimeError(message) from error
             raise
+
+    def _with_torch(self, x: Tensor) -> Tensor:
+        # torch's pooling would take an image without a batch.
+        if not is_symbolic(x) and not is_jit_tracing() and x.dim() != 4:
+            raise RuntimeError(f"x: expected 4 dimensions [N, C, H, W], got {list(x.shape)}")
+        hidden = ACTIVATIONS[self.activation](self.fc1(F.adaptive_avg_pool2d(x, 1)))
+        return x * GATES[self.gate](self.fc2(hidden))
+
+    __prepare_scriptable__ = refuse_script
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, gate={self.gate!r}"
