@@ -82,6 +82,16 @@ def linear_calls(size, dtype) -> int:
     return done
 
 
+def padded_call() -> int:
+    """Large enough that its unaligned operands are padded."""
+    sizes = (600, 999), (1001, 999), (1001,)
+    learned = [torch.randn(s, device="cuda", dtype=torch.float16) for s in sizes]
+    learned = [tensor.requires_grad_() for tensor in learned]
+    y = fusewise.functional.linear_act(*learned, "relu")
+    torch.autograd.grad(y, learned, torch.ones_like(y))
+    return 1
+
+
 AUTOENCODERS = (
     # rows, mels, frames, latent, slice latent
     (20, 64, 5, 32, 64),
@@ -134,9 +144,10 @@ def squeeze_excite_calls() -> int:
 def linear_act_calls() -> int:
     # Measuring would run the vendor's kernels a hundred times over, and none of ours more often.
     torch.use_deterministic_algorithms(True)
-    return sum(
+    done = sum(
         linear_calls(size, dtype) for size in MATRICES for dtype in (torch.float16, torch.float32)
     )
+    return done + padded_call()
 
 
 def autoencoder_calls() -> int:
