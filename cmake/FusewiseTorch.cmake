@@ -22,6 +22,7 @@ function(fusewise_torch_library name core)
     bindings/torch/autoencoder.cpp
     bindings/torch/build_info.cpp
     bindings/torch/call.cpp
+    bindings/torch/failure.cpp
     bindings/torch/linear_act.cpp
     bindings/torch/products.cpp
     bindings/torch/squeeze_excite.cpp)

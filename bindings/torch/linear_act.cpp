@@ -42,15 +42,6 @@ struct Rows {
   TensorView view;
 };
 
-/// A dense copy. Throws OutOfMemory: the stable ABI keeps only the fact that it failed.
-Tensor copied(const Tensor& tensor) {
-  try {
-    return torch::stable::contiguous(tensor);
-  } catch (const std::exception&) {
-    throw OutOfMemory("out of memory: a dense copy does not fit");
-  }
-}
-
 /// Without a copy where the leading dimensions can be walked as one, and, for `operand`, where
 /// libraries of products take it.
 Rows rows_of(const char* name, const Tensor& tensor, bool operand) {
@@ -72,7 +63,7 @@ Rows rows_of(const char* name, const Tensor& tensor, bool operand) {
     view.sizes[0] *= sizes[d];
   }
   if ((joined && (!operand || is_usable(view))) || tensor.numel() == 0) return {tensor, view};
-  return rows_of(name, copied(tensor), operand);
+  return rows_of(name, dense(tensor), operand);
 }
 
 struct Settings {

@@ -52,7 +52,7 @@ def rephrased(error: RuntimeError, **tensors: torch.Tensor | None) -> RuntimeErr
     """
     if isinstance(error, torch.OutOfMemoryError):
         return error
-    if "out of memory" in str(error):
+    if str(error).startswith("out of memory: "):
         return torch.OutOfMemoryError(str(error))
     if isinstance(error, NotImplementedError):
         for name, tensor in tensors.items():
