@@ -9,6 +9,7 @@ set(common_sources
   src/common/choices.cpp
   src/common/linear_act.cpp
   src/common/mlp.cpp
+  src/common/overlap.cpp
   src/common/safetensors.cpp
   src/common/scratch.cpp
   src/common/squeeze_excite.cpp
