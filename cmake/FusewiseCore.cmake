@@ -81,6 +81,8 @@ if(FUSEWISE_WITH_CUDA)
     src/cuda/squeeze_excite/implementations.cpp
     src/cuda/squeeze_excite/two_pass.cu
     src/cuda/squeeze_excite/weight_gradients.cu)
+  set_source_files_properties(src/cuda/device.cu PROPERTIES
+    COMPILE_DEFINITIONS FUSEWISE_CUDA_ARCHITECTURES="${FUSEWISE_ARCHITECTURES}")
   set(cuda_options -Xcompiler=-Wall --expt-relaxed-constexpr)
   # Warpgroups' products are of sm_90a alone; no other GPU runs these kernels.
   add_library(fusewise_sm90a OBJECT src/cuda/autoencoder/backward_groups.cu)
