@@ -43,6 +43,7 @@ TEST(CallersMemory, KeepsItsKindOfPages) {
   call.y = TensorView(middle, DType::f32, {}, {1, 4, 1024, 1024});
   call.w1 = TensorView(ones.data(), DType::f32, {}, {1, 4});
   call.w2 = TensorView(ones.data(), DType::f32, {}, {4, 1});
+  call.activation = Activation::relu;
   squeeze_excite(Context{}, call);
   EXPECT_EQ(flags_of(middle), before);
   munmap(memory, kBytes);

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusewise._ops import _library
+from fusewise._ops._architectures import runs_on
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +32,7 @@ FAILED = RuntimeError("CUDA: looking for kernels for this GPU failed: no kernel 
     ],
 )
 def test_which_gpus_a_build_runs_on(architectures, capability, runs):
-    assert _library.runs_on(capability, architectures) is runs
+    assert runs_on(capability, architectures) is runs
 
 
 def test_the_release_runs_on_every_supported_gpu():
@@ -40,7 +41,7 @@ def test_the_release_runs_on_every_supported_gpu():
     built = release["cacheVariables"]["CMAKE_CUDA_ARCHITECTURES"].split(";")
     for number in (80, 86, 89, 90, 100, 120):
         assert f"{number}-real" in built
-    assert _library.runs_on((13, 0), " ".join(built))
+    assert runs_on((13, 0), " ".join(built))
 
 
 @pytest.fixture

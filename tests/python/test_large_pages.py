@@ -29,7 +29,7 @@ def test_results_of_32_mb_ask_for_large_pages():
     w, b = torch.ones(1, 1), torch.ones(1)
     x = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**12, 2**11 + 1)
     before = torch.zeros(2**23)
-    y = squeeze_excite(x, w, b, w, b)
+    y = squeeze_excite(x, w, b, w, b, activation="silu")
     assert y.nbytes > 2**25
     assert "hg" in flags_of(y)
     assert "hg" not in flags_of(before)

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 
+from ._architectures import why_unsupported
+
 # The major version that the CUDA library is linked for; the stable ABI does not cover CUDA's own.
 CUDA_MAJOR = "13"
-_OLDEST_GPU = (8, 0)  # that the kernels can be built for
 
 _FOLDER = Path(__file__).parent.parent / "_lib"
 
@@ -45,36 +46,6 @@ def build_info() -> dict[str, str]:
     return dict(line.split("\t", 1) for line in text.splitlines() if line)
 
 
-def runs_on(capability: tuple[int, int], architectures: str) -> bool:
-    """Whether a GPU runs a build for these architectures, named as by CMake: "90-real 90-virtual".
-
-    Binaries run on GPUs of the same generation that are as new, PTX on all that are as new. Of
-    other names ("native", "all", "90a") nothing is known; then the answer is yes.
-    """
-    for name in architectures.split():
-        number, _, kind = name.partition("-")
-        if not number.isdigit():
-            return True
-        built = divmod(int(number), 10)
-        if built <= capability and (kind != "real" or built[0] == capability[0]):
-            return True
-    return False
-
-
-def _unsupported_gpu(tensor: torch.Tensor) -> str:
-    """Why a tensor's GPU has no kernels in this build, and what to do; '' where it has some."""
-    capability = torch.cuda.get_device_capability(tensor.device)
-    built = build_info().get("architectures", "")
-    if runs_on(capability, built):
-        return ""
-    number = "".join(map(str, capability))
-    if capability < _OLDEST_GPU:
-        remedy = f"its kernels need sm_{_OLDEST_GPU[0]}{_OLDEST_GPU[1]} or newer"
-    else:
-        remedy = f"build it for this GPU: `CUDAARCHS={number} pip install .` in its source tree"
-    return f"which is sm_{number}, but this build of fusewise is for {built}; {remedy}"
-
-
 def rephrased(error: RuntimeError, **tensors: torch.Tensor | None) -> RuntimeError:
     """The error that an operator's failure should be.
 
@@ -85,10 +56,6 @@ def rephrased(error: RuntimeError, **tensors: torch.Tensor | None) -> RuntimeErr
         return error
     if str(error).startswith("out of memory: "):
         return torch.OutOfMemoryError(str(error))
-    if "CUDA: " in str(error) and not CUDA_MISSING:
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.is_cuda and (reason := _unsupported_gpu(tensor)):
-                return RuntimeError(f"{name}: is on {tensor.device}, {reason}")
     if isinstance(error, NotImplementedError):
         for name, tensor in tensors.items():
             if tensor is None:
@@ -102,4 +69,11 @@ def rephrased(error: RuntimeError, **tensors: torch.Tensor | None) -> RuntimeErr
                 return RuntimeError(f"{name}: is on {tensor.device}, but {CUDA_MISSING}")
             if tensor.device.type not in ("cpu", "cuda", "meta"):
                 return RuntimeError(f"{name}: expected cpu or cuda, got {tensor.device}")
+    if "CUDA: " in str(error) and not CUDA_MISSING:
+        for name, tensor in tensors.items():
+            if tensor is None or not tensor.is_cuda:
+                continue
+            capability = torch.cuda.get_device_capability(tensor.device)
+            if reason := why_unsupported(capability, build_info()["architectures"]):
+                return RuntimeError(f"{name}: is on {tensor.device}, {reason}")
     return error

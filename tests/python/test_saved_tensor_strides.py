@@ -33,7 +33,7 @@ LAYOUTS = {f.__name__: f for f in (transposed, sliced, expanded)}
 # Each takes a source of tensors by shape, and gives a function and its inputs.
 CALLS = {
     "squeeze_excite": lambda new: (
-        squeeze_excite,
+        lambda *t: squeeze_excite(*t, activation="silu"),
         [new(3, 6, 5, 4), new(2, 6), new(2), new(6, 2), new(6)],
     ),
     "linear_act relu": lambda new: (
