@@ -9,6 +9,7 @@ set(common_sources
   src/common/choices.cpp
   src/common/linear_act.cpp
   src/common/mlp.cpp
+  src/common/overlap.cpp
   src/common/safetensors.cpp
   src/common/scratch.cpp
   src/common/squeeze_excite.cpp
@@ -86,6 +87,8 @@ if(FUSEWISE_WITH_CUDA)
     src/cuda/squeeze_excite/implementations.cpp
     src/cuda/squeeze_excite/two_pass.cu
     src/cuda/squeeze_excite/weight_gradients.cu)
+  set_source_files_properties(src/cuda/device.cu PROPERTIES
+    COMPILE_DEFINITIONS FUSEWISE_CUDA_ARCHITECTURES="${FUSEWISE_ARCHITECTURES}")
   set(cuda_options -Xcompiler=-Wall --expt-relaxed-constexpr)
   # Warpgroups' products are of sm_90a alone; no other GPU runs these kernels.
   add_library(fusewise_sm90a OBJECT src/cuda/autoencoder/backward_groups.cu)

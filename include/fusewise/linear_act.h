@@ -18,6 +18,8 @@
 /// at any distance; others are refused, except dy, which may have any strides. Any size may be 0.
 /// The products are cuBLASLt's on CUDA. On the CPU they are the library's own loops, unless the
 /// caller has better ones: then he passes z and takes dz, and the rest is done here.
+/// Memory: see tensor.h; no output may overlap an input or another output, except that y or kept
+/// may be z and dz may be dy, each as the same tensor, where their descriptions say so.
 /// Errors: `Error`, before anything is written.
 namespace fusewise {
 

@@ -18,6 +18,7 @@
 /// float32 beside half x. Pooled values, dot products and gates are float32 (float64 for float64).
 /// Layouts: contiguous NCHW and channels-last are native; any other strides work too, and x, y, dy
 /// and dx may each have their own. Weights, biases and their gradients are dense.
+/// Memory: see tensor.h; no output may overlap an input or another output.
 /// Errors: `Error`, before anything is written.
 namespace fusewise {
 

@@ -48,6 +48,8 @@ DeviceLimits ask(int device) {
 
 }  // namespace
 
+const char* built_architectures() { return FUSEWISE_CUDA_ARCHITECTURES; }
+
 CurrentDevice::CurrentDevice(Device device) {
   if (device.type != DeviceType::cuda) return;
   int before = 0;

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from ._architectures import why_unsupported
+
 # The major version that the CUDA library is linked for; the stable ABI does not cover CUDA's own.
 CUDA_MAJOR = "13"
 
@@ -76,7 +78,7 @@ def rephrased(error: Exception, **tensors: torch.Tensor | None) -> Exception:
     """
     if isinstance(error, torch.OutOfMemoryError):
         return error
-    if "out of memory" in str(error):
+    if str(error).startswith("out of memory: "):
         return torch.OutOfMemoryError(str(error))
     if "implementation: " in str(error):
         return RuntimeError(f"{error}; 'torch' would take it")
@@ -96,4 +98,11 @@ def rephrased(error: Exception, **tensors: torch.Tensor | None) -> Exception:
                 return RuntimeError(f"{name}: is on {tensor.device}, but {CUDA_MISSING}")
             if tensor.device.type not in ("cpu", "cuda", "meta"):
                 return RuntimeError(f"{name}: expected cpu or cuda, got {tensor.device}")
+    if "CUDA: " in str(error) and not CUDA_MISSING:
+        for name, tensor in tensors.items():
+            if tensor is None or not tensor.is_cuda:
+                continue
+            capability = torch.cuda.get_device_capability(tensor.device)
+            if reason := why_unsupported(capability, build_info()["architectures"]):
+                return RuntimeError(f"{name}: is on {tensor.device}, {reason}")
     return error
