@@ -21,7 +21,7 @@ void check_blas(cublasStatus_t status, const char* doing) {
   static_cast<void>(cudaGetLastError());  // so that later calls do not report it
   const std::string message =
       std::string("cuBLASLt: ") + doing + " failed: " + cublasLtGetStatusString(status);
-  if (status == CUBLAS_STATUS_ALLOC_FAILED) throw OutOfMemory(message + " (out of memory)");
+  if (status == CUBLAS_STATUS_ALLOC_FAILED) throw OutOfMemory(message);
   throw Error(message);
 }
 
