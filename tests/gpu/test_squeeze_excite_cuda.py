@@ -341,7 +341,7 @@ def test_training_step_under_autocast():
     losses = []
     for kind in (fusewise.nn.SqueezeExcitation, EagerExcitation):
         torch.manual_seed(0)
-        model = Block(kind(32, 8)).cuda().to(memory_format=torch.channels_last)
+        model = Block(kind(32, 8, "silu")).cuda().to(memory_format=torch.channels_last)
         x = torch.randn(8, 3, 24, 24, device="cuda").to(memory_format=torch.channels_last)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(5):

@@ -227,6 +227,7 @@ Resident weights_of(const Product& p) {
   const auto all = [&](const Matrix& matrix, std::int64_t rows, std::int64_t columns) {
     const std::int64_t lines = matrix.transposed ? columns : rows;
     const std::int64_t line = matrix.transposed ? rows : columns;
+    if (lines == 0 || line == 0) return Resident{};
     return Resident{matrix.data, ((lines - 1) * matrix.stride + line) * size_of(p.dtype)};
   };
   switch (p.batch) {

@@ -324,16 +324,18 @@ struct Cut {
   /// Where columns are summed up, a chunk costs memory, so there are only as many as keep the GPU
   /// busy; few rows are one chunk.
   static Cut for_sums(const Context& context, std::int64_t rows, std::int64_t columns, int group,
-                      int depth) {
+                      int depth, bool vectors) {
+    const int all = limits_of(context.device).multiprocessors;
     Cut cut(context, rows, columns, group, depth);
     if (rows <= kFewRows) {
       cut.shift = std::min(cut.shift, kNarrowShift);
+      // Element by element a row takes long: as many blocks as there are groups of columns.
+      if (!vectors && divide_up(columns, group << cut.shift) < all / 4) cut.shift = 0;
       cut.tiles = divide_up(columns, group << cut.shift);
       cut.chunk = kFewRows;
       cut.chunks = 1;
     } else {
       constexpr int kWaves = 2;
-      const std::int64_t all = limits_of(context.device).multiprocessors;
       const std::int64_t wanted = std::max<std::int64_t>(1, all * kBlocks * kWaves / cut.tiles);
       cut.chunk *= divide_up(rows, cut.chunk * wanted);
       cut.chunks = divide_up(rows, cut.chunk);
@@ -453,7 +455,7 @@ void differentiate(const Context& context, const GradientPass& pass) {
                          (bits || nothing || takes_vectors<T>(pass.kept));
     dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
       constexpr int kGroup = kColumns<T, kVectors>, kRows = kDepth<T, kGroup>;
-      const Cut cut = sums ? Cut::for_sums(context, rows, columns, kGroup, kRows)
+      const Cut cut = sums ? Cut::for_sums(context, rows, columns, kGroup, kRows, kVectors)
                            : Cut(context, rows, columns, kGroup, kRows);
       const bool only_chunk = cut.chunks == 1;
       const Scratch<A> partial(context, sums && !only_chunk ? cut.chunks * columns : 0);
