@@ -3,6 +3,7 @@
 #include "common/check.h"
 
 namespace fusewise {
+
 const char* name_of(Activation activation) {
   switch (activation) {
     case Activation::identity:
@@ -22,9 +23,11 @@ const char* name_of(Activation activation) {
 }
 
 Activation activation_from(std::string_view name, std::span<const Activation> known) {
-  std::string names;
   for (const Activation each : known) {
     if (name == name_of(each)) return each;
+  }
+  std::string names;
+  for (const Activation each : known) {
     if (!names.empty()) names += each == known.back() ? " or " : ", ";
     names.append("'").append(name_of(each)).append("'");
   }

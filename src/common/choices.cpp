@@ -4,6 +4,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
@@ -37,6 +38,7 @@ class Lock {
     // forked may hold it as long as it lives.
     for (int i = 0; file_ >= 0 && !held_ && i < 100; ++i) {
       held_ = ::flock(file_, LOCK_EX | LOCK_NB) == 0;
+      if (!held_ && errno != EWOULDBLOCK && errno != EINTR) break;  // this folder has no locks
       if (!held_) ::usleep(10'000);
     }
   }

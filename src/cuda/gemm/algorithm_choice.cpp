@@ -34,9 +34,8 @@ std::string written(const Algorithm& algorithm) {
   return text;
 }
 
-/// Nothing where the text does not describe an algorithm that this product can take.
-std::optional<Algorithm> restored(const Context& context, const std::string& text,
-                                  Description& description) {
+/// Nothing where the text does not describe an algorithm. Which sizes can take it is asked later.
+std::optional<Algorithm> restored(const std::string& text) {
   Algorithm algorithm{};
   algorithm.right = text.starts_with("1 ");
   char* end = const_cast<char*>(text.c_str()) + std::min<std::size_t>(1, text.size());
@@ -45,7 +44,7 @@ std::optional<Algorithm> restored(const Context& context, const std::string& tex
     word = std::strtoull(at, &end, 16);
     if (end == at) return std::nullopt;
   }
-  if (*end != '\0' || !takes(context, description, algorithm)) return std::nullopt;
+  if (*end != '\0') return std::nullopt;
   return algorithm;
 }
 
@@ -123,7 +122,7 @@ class Choices {
     Algorithm algorithm = of_bucket(context, p, description);
     if (!takes(context, description, algorithm)) {  // the bucket's other sizes can take it
       algorithm = first_suggestion(context, p);
-      algorithm.right = !needs_probe(p);  // it was not tried out
+      algorithm.right = is_known_to_be_right(context, p, description, algorithm);
     }
     const std::lock_guard lock(mutex_);
     return exact_.add(key, algorithm);
@@ -134,9 +133,9 @@ class Choices {
     const ProductBucket bucket = bucket_of(p);
     if (const auto found = find(bucket)) return *found;
     const bool may = may_measure(context, p.math, bucket);
-    const std::string text = "product" + text_of(bucket);
+    const std::string text = "gemm" + text_of(bucket);
     if (p.math.tune) {
-      if (const auto found = kept(context, text, description)) return settle(bucket, *found);
+      if (const auto found = kept(context, text)) return settle(bucket, *found);
     }
     if (!may) return settle(bucket, unmeasured(context, p, description, text));
     const Measuring alone(context.device);
@@ -150,16 +149,15 @@ class Choices {
     }
   }
 
-  std::optional<Algorithm> kept(const Context& context, const std::string& text,
-                                Description& description) {
+  std::optional<Algorithm> kept(const Context& context, const std::string& text) {
     const auto found = kept_choice(context, text);
-    return found ? restored(context, *found, description) : std::nullopt;
+    return found ? restored(*found) : std::nullopt;
   }
 
   Algorithm unmeasured(const Context& context, const Product& p, Description& description,
                        const std::string& text) {
     Algorithm first = first_suggestion(context, p.math.tune ? representative_of(p) : p);
-    if (needs_probe(p)) first.right = is_known_to_be_right(context, p, description, first);
+    first.right = is_known_to_be_right(context, p, description, first);
     // A later call might be allowed to measure: results must not change within a process.
     if (p.math.tune) keep_choice(context, text, written(first), Lifetime::process);
     return first;
@@ -168,6 +166,7 @@ class Choices {
   /// Asked once for each algorithm, not for every size: the answer takes a synchronisation.
   bool is_known_to_be_right(const Context& context, const Product& p, Description& description,
                             Algorithm algorithm) {
+    if (!needs_probe(p)) return true;
     Probe probe{};
     std::copy(std::begin(algorithm.algorithm.data), std::end(algorithm.algorithm.data),
               probe.begin());
@@ -177,9 +176,13 @@ class Choices {
       if (const bool* found = probed_.find(probe)) return *found;
     }
     if (is_captured(context) || !takes(context, description, algorithm)) return false;
-    const bool right = is_right(context, p, description, algorithm);
-    const std::lock_guard lock(mutex_);
-    return probed_.add(probe, right);
+    try {
+      const bool right = is_right(context, p, description, algorithm);
+      const std::lock_guard lock(mutex_);
+      return probed_.add(probe, right);
+    } catch (const OutOfMemory&) {  // the call itself may fit
+      return false;
+    }
   }
 
   std::optional<Algorithm> find(const ProductBucket& bucket) {

@@ -47,24 +47,27 @@ class Way {
   Algorithm algorithm_{};
 };
 
-/// For the first call with a product bucket: measured where that is allowed, but never as it is
-/// where that is not known to be right.
+/// For the first call with a product bucket: measured where that is allowed. With a bias it is
+/// always padded unless an algorithm for it as it is is known to be right.
 bool padding_pays(const Context& context, const Product& p, const ProductBucket& bucket,
-                  const CopiedProduct& padded) {
+                  const CopiedProduct& copies) {
+  const Measuring alone(context.device);
   const bool may = may_measure(context, p.math, bucket);
-  const std::string key = "padding" + text_of(bucket);
+  const std::string key = "pad" + text_of(bucket);
   if (p.math.tune) {
     if (const auto kept = kept_choice(context, key)) return kept == "1";
   }
-  bool pays = padding_should_pay(p, padded);
+  // Of a size that stands for the bucket, so that the order of sizes does not matter.
+  const Product typical = p.math.tune ? representative_of(p) : p;
+  const bool expected = padding_should_pay(typical, padded(typical).value_or(copies));
+  bool pays = p.bias != nullptr || expected;
   Lifetime lifetime = Lifetime::process;
-  const Measuring alone(context.device);
   try {
     Way plain(context, as_is(p));
-    if (p.bias != nullptr && !plain.is_right()) {
-      pays = true;
-    } else if (may) {
-      Way copied(context, padded);
+    const bool right = p.bias == nullptr || plain.is_right();
+    if (right) pays = expected;
+    if (right && may) {
+      Way copied(context, copies);
       const std::function<void(const Context&)> ways[] = {
           [&](const Context& where) { copied.run(where); },
           [&](const Context& where) { plain.run(where); }};
@@ -132,7 +135,17 @@ struct PreparedProduct::State {
           "copying a bias");
       p.bias = bias->data();
     }
-    way.emplace(context, best_copies(context, p));
+    const CopiedProduct best = best_copies(context, p);
+    try {
+      way.emplace(context, best);
+    } catch (const OutOfMemory&) {
+      if (best.bytes == 0) throw;
+      way.emplace(context, as_is(p));  // without the copies it may fit
+      if (p.bias != nullptr && !way->is_right()) throw;
+    }
+    if (p.bias == nullptr || way->is_right()) return;
+    // This size cannot take the algorithm of its bucket, and another was not tried out.
+    if (const auto copies = padded(p)) way.emplace(context, *copies);
   }
 };
 

@@ -7,7 +7,6 @@
 #include <bit>
 #include <cstdlib>
 #include <exception>
-#include <unordered_map>
 #include <vector>
 
 #include "common/check.h"
@@ -35,16 +34,23 @@ constexpr std::size_t kKinds = 1024;  // that are remembered
 class KeptChoices {
  public:
   std::optional<std::string> find(const Context& context, const std::string& key) {
-    const std::lock_guard lock(mutex_);
-    load(context);
-    const std::string* found = choices_.find(key);
-    return found == nullptr ? std::nullopt : std::optional(*found);
+    std::string problem;
+    std::optional<std::string> result;
+    {
+      const std::lock_guard lock(mutex_);
+      problem = load();
+      if (const std::string* found = choices_.find(key)) result = *found;
+    }
+    if (!problem.empty() && context.warn != nullptr) context.warn(problem.c_str());
+    return result;
   }
 
   void add(const std::string& key, const std::string& value, Lifetime lifetime) {
     const std::lock_guard lock(mutex_);
     choices_.add(key, value) = value;
-    if (lifetime == Lifetime::file) unwritten_.emplace_back(key, value);
+    if (lifetime == Lifetime::process) return;
+    std::erase_if(unwritten_, [&](const auto& entry) { return entry.first == key; });
+    unwritten_.emplace_back(key, value);
   }
 
   void write() {
@@ -57,12 +63,13 @@ class KeptChoices {
   }
 
  private:
-  void load(const Context& context) {
-    if (loaded_) return;
-    loaded_ = true;
+  /// Reads the file, once; returns what is wrong with it.
+  std::string load() {
     std::string problem;
+    if (loaded_) return problem;
+    loaded_ = true;
     for (const auto& [key, value] : file_.read(problem)) choices_.add(key, value);
-    if (!problem.empty() && context.warn != nullptr) context.warn(problem.c_str());
+    return problem;
   }
 
   std::mutex mutex_;
@@ -79,16 +86,16 @@ KeptChoices& kept_choices() {
 
 /// "0.1.0|NVIDIA H200|132|130100|": what a choice is good for.
 const std::string& machine(int device) {
-  thread_local std::unordered_map<int, std::string> known;
-  std::string& text = known[device];
-  if (text.empty()) {
+  static std::array<std::once_flag, kMaxDevices> once;
+  static std::array<std::string, kMaxDevices> texts;
+  std::call_once(once[device], [&] {
     cudaDeviceProp properties{};
     check_cuda(cudaGetDeviceProperties(&properties, device), "asking for the GPU's name");
-    text = std::string(FUSEWISE_VERSION "|") + properties.name + "|" +
-           std::to_string(properties.multiProcessorCount) + "|" +
-           std::to_string(cublasLtGetVersion()) + "|";
-  }
-  return text;
+    texts[device] = std::string(FUSEWISE_VERSION "|") + properties.name + "|" +
+                    std::to_string(properties.multiProcessorCount) + "|" +
+                    std::to_string(cublasLtGetVersion()) + "|";
+  });
+  return texts[device];
 }
 
 /// The octaves of each kind that may be measured, first come, first served. Those found in the file

@@ -1,7 +1,7 @@
 // What linear + activation has on CUDA. Forward: the activation in the product's epilogue, or in a
 // pass of its own behind it. Backward: one pass for dz and db, then the two products.
 
-#include <array>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -45,13 +45,6 @@ Product epilogue_product(const LinearActForward& call) {
 
 // Forward, the two ways. --------------------------------------------------------------------------
 
-/// relu's bits are ours: those of the vendor's epilogue are set where z is 0 and not where it is
-/// NaN, unlike torch's gradient.
-void epilogue_run(const Context& context, const LinearActForward& call) {
-  multiply(context, epilogue_product(call));
-  if (call.kept.defined()) activate(context, {call.y, {}, call.kept, call.activation});
-}
-
 std::string pass_declines(const Context&, const LinearActForward&) { return ""; }
 
 void pass_run(const Context& context, const LinearActForward& call) {
@@ -67,6 +60,16 @@ void pass_run(const Context& context, const LinearActForward& call) {
   activate(context, {z, call.y, bits ? call.kept : TensorView(), call.activation});
 }
 
+/// relu's bits are ours: those of cuBLASLt's epilogue are set where z is 0 and not where it is NaN,
+/// unlike torch's gradient.
+void epilogue_run(const Context& context, const LinearActForward& call) {
+  const PreparedProduct product(context, epilogue_product(call));
+  // The bucket was judged by another of its sizes, which may take another algorithm.
+  if (!product.is_right()) return pass_run(context, call);
+  product.run(context);
+  if (call.kept.defined()) activate(context, {call.y, {}, call.kept, call.activation});
+}
+
 // Which of the two. ------------------------------------------------------------------------------
 
 enum class Verdict { fine, not_right, slower };
@@ -74,22 +77,18 @@ enum class Verdict { fine, not_right, slower };
 /// Measures both ways. cuBLASLt runs some epilogues as a second kernel, and then a pass of ours may
 /// be faster.
 bool is_slower(const Context& context, const LinearActForward& call) {
-  try {
-    const PreparedProduct fused(context, epilogue_product(call));
-    const PreparedProduct plain(context, forward_product(call, call.y));
-    const std::function<void(const Context&)> ways[] = {
-        [&](const Context& where) {
-          fused.run(where);
-          if (call.kept.defined()) activate(where, {call.y, {}, call.kept, call.activation});
-        },
-        [&](const Context& where) {
-          plain.run(where);
-          activate(where, {call.y, call.y, call.kept, call.activation});
-        }};
-    return fastest(context, weights_of(epilogue_product(call)), ways) == 1;
-  } catch (const OutOfMemory&) {
-    return false;  // both at once did not fit; one may
-  }
+  const PreparedProduct fused(context, epilogue_product(call));
+  const PreparedProduct plain(context, forward_product(call, call.y));
+  const std::function<void(const Context&)> ways[] = {
+      [&](const Context& where) {
+        fused.run(where);
+        if (call.kept.defined()) activate(where, {call.y, {}, call.kept, call.activation});
+      },
+      [&](const Context& where) {
+        plain.run(where);
+        activate(where, {call.y, call.y, call.kept, call.activation});
+      }};
+  return fastest(context, weights_of(epilogue_product(call)), ways) == 1;
 }
 
 /// For the first call with a product bucket; every later one takes the same.
@@ -101,8 +100,14 @@ Verdict first_verdict(const Context& context, const LinearActForward& call, cons
   const std::string key = (call.kept.defined() ? "training" : "inference") + text_of(bucket);
   std::optional<std::string> choice = kept_choice(context, key);
   if (!choice) {
-    choice = may && is_slower(context, call) ? "pass" : "epilogue";
-    keep_choice(context, key, *choice, may ? Lifetime::file : Lifetime::process);
+    choice = "epilogue";
+    Lifetime lifetime = Lifetime::process;
+    try {
+      if (may && is_slower(context, call)) choice = "pass";
+      if (may) lifetime = Lifetime::file;
+    } catch (const OutOfMemory&) {  // both at once did not fit; one may
+    }
+    keep_choice(context, key, *choice, lifetime);
   }
   return choice == "pass" ? Verdict::slower : Verdict::fine;
 }
@@ -122,12 +127,18 @@ Verdict judge(const Context& context, const LinearActForward& call) {
       return KeyHash()(key.bucket) * 31 + 2 * key.device + key.training;
     }
   };
-  thread_local LruMap<Key, Verdict, Hash> known{kMostKnown};
+  static std::mutex mutex;
+  static LruMap<Key, Verdict, Hash> known{kMostKnown};
   const Product product = epilogue_product(call);
   const Key key{context.device.index, call.kept.defined(), bucket_of(product)};
-  if (const Verdict* found = known.find(key)) return *found;
+  {
+    const std::lock_guard lock(mutex);
+    if (const Verdict* found = known.find(key)) return *found;
+  }
   const Measuring alone(context.device);
-  return known.add(key, first_verdict(context, call, product, key.bucket));
+  const Verdict verdict = first_verdict(context, call, product, key.bucket);
+  const std::lock_guard lock(mutex);
+  return known.add(key, verdict);
 }
 
 std::string epilogue_declines(const Context& context, const LinearActForward& call) {
