@@ -542,14 +542,15 @@ def test_a_change_in_place_before_backward_is_noticed(device):
 
 
 def test_y_may_be_changed_in_place(device):
-    """relu keeps bits, so unlike torch's its result is free."""
-    case = make_case((4,), 6, 5, device)
-    expected = gradients(case)["dw"]
-    w = case.w.detach().requires_grad_()
-    y = linear_act(case.x, w, case.b)
-    y.mul_(2)
-    (found,) = torch.autograd.grad(y, w, case.dy / 2)
-    torch.testing.assert_close(found, expected)
+    """relu keeps bits, so unlike torch's its result is free, and it is no view."""
+    for leading in ((), (4,), (2, 3)):
+        case = make_case(leading, 6, 5, device)
+        expected = gradients(case)["dw"]
+        w = case.w.detach().requires_grad_()
+        y = linear_act(case.x, w, case.b)
+        y.mul_(2)
+        (found,) = torch.autograd.grad(y, w, case.dy / 2)
+        torch.testing.assert_close(found, expected)
 
 
 # --- double backward, torch.func, forward mode -------------------------------------------------
