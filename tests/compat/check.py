@@ -6,7 +6,7 @@ Plain Python, because the environment it runs in has torch and fusewise and noth
 import torch
 
 import fusewise
-from fusewise.bench.accuracy import check
+from fusewise.bench.accuracy import Results, check
 from fusewise.bench.families.squeeze_excite import expected, formula
 
 origin = "site-packages" if "site-packages" in fusewise.__file__ else "the source tree"
@@ -31,10 +31,10 @@ def forward_and_backward():
                 y = function(*tensors)
                 dy = torch.ones_like(y)
                 outputs.append((y, *torch.autograd.grad(y, tensors, dy)))
-            ours, eager = outputs
-            assert ours[0].is_contiguous(memory_format=layout)
+            assert outputs[0][0].is_contiguous(memory_format=layout)
             right = expected(*tensors, dy)
-            found = check(tuple(right), ours, eager, right)
+            named = (dict(zip(right, each, strict=True)) for each in outputs)
+            found = check(*(Results(each, right) for each in named))
             assert found.passed, found
 
 
