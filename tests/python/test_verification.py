@@ -11,7 +11,7 @@ from fusewise.bench import accuracy
 from fusewise.bench.accuracy import Results
 from fusewise.bench.baselines import OURS, caller
 from fusewise.bench.families import FAMILIES, autoencoder, linear_stack
-from fusewise.bench.families.family import DTYPES, TF32, Case
+from fusewise.bench.families.family import BOTH, DTYPES, TF32, Case
 from fusewise.bench.verify import Verification
 
 
@@ -158,6 +158,32 @@ def test_hidden_layers_start_from_what_the_call_kept():
     assert torch.equal(case.stack((*kept, found["y"])).layers[1].x, hidden.double())
     assert not torch.equal(first["db0"].value, second["db0"].value)
     assert "h0" in first and first["h0"].value.equal(second["h0"].value)
+
+
+class Overwriting(torch.autograd.Function):
+    """Two layers that use what they kept as scratch memory, as compiled code does."""
+
+    @staticmethod
+    def forward(ctx, x, w0, w1, b0, b1):
+        hidden = torch.relu(torch.nn.functional.linear(x, w0, b0))
+        ctx.save_for_backward(x, w0, w1, hidden)
+        return torch.nn.functional.linear(hidden, w1, b1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w0, w1, hidden = ctx.saved_tensors
+        dz = torch.where(hidden > 0, dy @ w1, 0)
+        found = dz @ w0, dz.T @ x, dy.T @ hidden, dz.sum(0), dy.sum(0)
+        hidden.zero_()
+        return found
+
+
+def test_what_a_call_kept_is_read_before_backward():
+    case = Case("mlp", "case", (64, 33, 48, 17), "bfloat16", extra={"activation": "relu"})
+    workload = FAMILIES["mlp"].build(case, "cpu", 1)
+    verification = Verification(FAMILIES["mlp"], case, workload)
+    found = verification.check(caller(Overwriting.apply, workload, BOTH), BOTH)
+    assert found.passed, found
 
 
 # --- the tests' own comparators ----------------------------------------------------------------

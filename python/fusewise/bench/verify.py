@@ -35,7 +35,7 @@ class Verification:
         kept: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            kept.append(tensor)
+            kept.append(tensor.detach().clone())  # compiled code reuses the memory in backward
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
