@@ -305,7 +305,7 @@ def matmul_settings():
 def test_tf32_as_torch_is_set(matmul_settings, activation):
     errors = {}
     case = make_case((256,), 512, 384, "cuda", DTYPES["fp32"], activation)
-    for value in ("ieee", "tf32", "ieee"):
+    for value in ("tf32", "ieee", "tf32"):  # TF32 first: dy is 0 at its kinks, which are more
         matmul_settings.fp32_precision = value
         case._expected = None
         ours = case.check()
