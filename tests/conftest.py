@@ -9,6 +9,8 @@ import textwrap
 import pytest
 import torch
 
+from fusewise._amx import avoid_broken_amx
+
 try:
     import hypothesis
 except ImportError:  # a GPU machine may have torch and pytest alone; test_property.py says so
@@ -26,6 +28,8 @@ if hypothesis:
     )
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+
+avoid_broken_amx()
 
 # Algorithms are measured anew, and the user's own file of them is left alone.
 _CACHE = tempfile.TemporaryDirectory(prefix="fusewise-tests-")

@@ -91,7 +91,7 @@ def test_any_shapes_are_right_or_refused(device, shape, w1, b1, w2, b2):
             None if s is None else torch.ones(s, device=where) for s in (shape, w1, b1, w2, b2)
         ]
         try:
-            return squeeze_excite(*tensors).shape
+            return squeeze_excite(*tensors, "silu").shape
         except RuntimeError as error:
             return str(error).split(":")[0]
 
