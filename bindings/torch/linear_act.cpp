@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <array>
 #include <tuple>
 
 #include "call.h"
@@ -101,6 +102,19 @@ TensorView imagined(const TensorView& like, DType dtype, std::int64_t rows, std:
 
 std::int64_t rows_in(const TensorView& t) { return t.rank >= 1 ? t.sizes[0] : 0; }
 
+/// Through a matrix of m rows: of x with more dimensions, torch's linear may round the product
+/// before it adds the bias. The result is no view, so that autograd lets callers change it in
+/// place.
+Tensor product(const Tensor& x, std::int64_t m, const Tensor& w, const OptionalTensor& b) {
+  if (x.dim() == 2) return linear(x, w, b);
+  const Tensor z = linear(torch::stable::reshape(x, Sizes{m, x.size(-1)}), w, b);
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(z),
+                                    torch::stable::detail::from(with_last(x, w.size(0)))};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::_unsafe_view", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 Forward forward(const CallContext& context, const Tensor& x, const Tensor& w,
                 const OptionalTensor& b, const Settings& settings, bool save) {
   const Rows x_rows = rows_of("x", x, true);
@@ -117,7 +131,7 @@ Forward forward(const CallContext& context, const Tensor& x, const Tensor& w,
   const Sizes shape = with_last(x, n);
   Forward result;
   if (x.is_cpu()) {
-    const Tensor z = linear(x, w, b_dense);
+    const Tensor z = product(x, m, w, b_dense);
     call.z = rows_of("z", z, true).view;
     result.y = z_kept ? new_dense(x, dtype, shape) : z;
     result.kept = z_kept ? z : new_dense(x, dtype, {0});

@@ -7,7 +7,7 @@ import torch
 
 import fusewise
 from fusewise._amx import avoid_broken_amx
-from fusewise.bench.accuracy import check
+from fusewise.bench.accuracy import Results, check
 from fusewise.bench.families.squeeze_excite import expected, formula
 
 avoid_broken_amx()
@@ -33,10 +33,10 @@ def forward_and_backward():
                 y = function(*tensors, "silu")
                 dy = torch.ones_like(y)
                 outputs.append((y, *torch.autograd.grad(y, tensors, dy)))
-            ours, eager = outputs
-            assert ours[0].is_contiguous(memory_format=layout)
+            assert outputs[0][0].is_contiguous(memory_format=layout)
             right = expected(*tensors, dy)
-            found = check(tuple(right), ours, eager, right)
+            named = (dict(zip(right, each, strict=True)) for each in outputs)
+            found = check(*(Results(each, right) for each in named))
             assert found.passed, found
 
 

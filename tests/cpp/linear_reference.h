@@ -102,8 +102,6 @@ struct MatrixSizes {
 /// Arguments of one call, forward and backward, by value.
 struct LinearAct {
   Index m = 0, n = 0, k = 0;
-  /// The products are a library's, which may round partial sums to the tensors' type.
-  bool loose = false;
   Activation activation = Activation::relu;
   Tensor x, w, b, z, y, kept;
   Tensor dy, dx, dw, db, dz;
@@ -159,9 +157,10 @@ inline bool bit_at(const Tensor& bits, Index row, Index column) {
   return *byte_at(bits, row, column / 8) >> column % 8 & 1;
 }
 
-/// z before it is rounded to the type of the tensors.
+/// z before it is rounded to the type of the tensors. Sums are kept in the type of sums, with the
+/// bias: nothing is rounded in between, whoever computes the product.
 inline Values z_reference(const LinearAct& call) {
-  const double eps = epsilon(call.loose ? call.y.dtype() : sum_type(call.y.dtype()));
+  const double eps = epsilon(sum_type(call.y.dtype()));
   Values z;
   for (Index i = 0; i < call.m * call.n; ++i) {
     if (call.z.defined()) {
@@ -208,33 +207,39 @@ inline void keep(LinearAct& call) {
   }
 }
 
+/// As a tensor of the type holds them.
+inline Values stored(Values values, DType dtype) {
+  for (Bounded& each : values) {
+    each.error += epsilon(dtype) / 2 * std::fabs(each.value) + smallest(dtype);
+  }
+  return values;
+}
+
 struct LinearGradients {
   Values dz, dx, dw, db;
 };
 
-/// From what the call has kept, as backward itself.
-inline LinearGradients gradient_reference(const LinearAct& call) {
+/// From what the call has kept, as backward itself, and from `gradient`, dy with its errors.
+inline LinearGradients gradient_reference(const LinearAct& call, const Values& gradient) {
   const DType dtype = call.dy.dtype();
-  const double eps = epsilon(call.loose ? dtype : sum_type(dtype));
+  const double eps = epsilon(sum_type(dtype));
   const Index m = call.m, n = call.n, k = call.k;
   LinearGradients out;
   for (Index i = 0; i < m * n; ++i) {
-    const double dy = call.dy.get(i);
+    const Bounded dy = gradient[i];
     if (call.activation == Activation::relu) {
       const bool open = call.kept.dtype() == DType::u8 ? bit_at(call.kept, i / n, i % n)
                                                        : !(call.kept.get(i) <= 0);
-      out.dz.push_back({open ? dy : 0, 0});
+      out.dz.push_back(open ? dy : Bounded{});
     } else if (call.activation == Activation::identity) {
-      out.dz.push_back({dy, 0});
+      out.dz.push_back(dy);
     } else {
       const Bounded slope = linear_slope(call.activation, call.kept.get(i));
-      out.dz.push_back(
-          {dy * slope.value, 8 * function_epsilon(dtype) * std::fabs(dy) * slope.error});
+      const double error = 8 * function_epsilon(dtype) * std::fabs(dy.value) * slope.error;
+      out.dz.push_back({dy.value * slope.value, std::fabs(slope.value) * dy.error + error});
     }
   }
-  // Products read dz as it is stored.
-  Values dz = out.dz;
-  for (Bounded& each : dz) each.error += epsilon(dtype) / 2 * std::fabs(each.value);
+  const Values dz = stored(out.dz, dtype);  // as products read it
   for (Index i = 0; i < m * k; ++i) {
     Sum sum;
     for (Index j = 0; j < n; ++j) sum.add(call.w.get(j * k + i % k), dz[i / k * n + j]);
@@ -251,6 +256,13 @@ inline LinearGradients gradient_reference(const LinearAct& call) {
     out.db.push_back(sum.done(eps));
   }
   return out;
+}
+
+/// From the call's own dy.
+inline LinearGradients gradient_reference(const LinearAct& call) {
+  Values dy;
+  for (Index i = 0; i < call.dy.numel(); ++i) dy.push_back({call.dy.get(i), 0});
+  return gradient_reference(call, dy);
 }
 
 // Comparing. -------------------------------------------------------------------------------------

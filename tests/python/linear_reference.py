@@ -1,23 +1,18 @@
-"""Linear + activation, and stacks of it, as the tests know them: the inputs, the same formula in
-fp64, and how large the sums behind every result are. Neither uses what is tested."""
+"""Linear + activation, and stacks of it, as the tests know them: the inputs, and what is expected
+of them. The formula in fp64 is the benchmark's."""
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
 import fusewise
+from fusewise.bench.accuracy import Results
+from fusewise.bench.families.linear_stack import ACTIVATIONS, Stack, undecided
 from fusewise.functional import linear_act, mlp
-from reference import DTYPES, assert_close, misaligned, same_bits
+from reference import DTYPES, assert_close, assert_right, misaligned, same_bits
 
-ACTIVATIONS = {
-    "identity": lambda z: z,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "silu": F.silu,
-}
+__all__ = ["ACTIVATIONS", "DTYPES", "assert_close", "assert_right", "misaligned", "same_bits"]
 
 
 def eager(x, w, b=None, activation="relu"):
@@ -49,86 +44,6 @@ LAYOUTS = {
     "flat": lambda t: t[..., :1, :1].expand_as(t),
     "misaligned": misaligned,
 }
-
-
-# --- the formula in fp64 ------------------------------------------------------------------------
-
-
-def _slope(kind, z):
-    """act'(z), and the sum of |terms| behind it."""
-    if kind == "identity":
-        return torch.ones_like(z), torch.ones_like(z)
-    if kind == "relu":  # NaN lets the gradient through, as torch's
-        open_ = torch.where(z <= 0, 0.0, 1.0)
-        return open_, open_
-    if kind == "silu":
-        s = torch.sigmoid(z)
-        return s * (1 + z * (1 - s)), s * (1 + z.abs() * (1 - s))
-    if kind == "gelu":
-        cdf = 0.5 * (1 + torch.erf(z / math.sqrt(2)))
-        density = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-        return cdf + z * density, cdf + z.abs() * density
-    beta = math.sqrt(2 / math.pi)
-    t = torch.tanh(beta * (z + 0.044715 * z**3))
-    rest = 0.5 * z * (1 - t * t) * beta * (1 + 3 * 0.044715 * z * z)
-    return 0.5 * (1 + t) + rest, 0.5 * (1 + t.abs()) + rest.abs()
-
-
-def _either_side(z, total, bias, dtype, hidden):
-    """Where rounding decides on which side of 0 z comes out, and both slopes of relu are right.
-
-    Sums round in float32 at least, but of half data the sum may be rounded before the bias is
-    added, and the input of a hidden layer was.
-    """
-    eps = torch.finfo(dtype).eps
-    if dtype in (torch.float32, torch.float64):
-        return z.abs() <= 4 * eps * total
-    before = z if bias is None else z - bias.double()
-    room = 4 * torch.finfo(torch.float32).eps * total + 2 * eps * before.abs()
-    return z.abs() <= room + (eps * total if hidden else 0)
-
-
-def _largest(t):
-    """Of what is finite; 0 where nothing is."""
-    finite = t[t.isfinite()]
-    return finite.max().item() if finite.numel() else 0.0
-
-
-@torch.no_grad()
-def stack_expected(x, weights, biases, dy, kinds):
-    """y, dx, and of every layer dw and db (None without biases): the value and its scale."""
-    wide = [w.double() for w in weights]
-    shape = x.shape
-    inputs, sums = [x.double().reshape(x.shape[:-1].numel(), shape[-1])], []
-    for i, (w, kind) in enumerate(zip(wide, kinds, strict=True)):
-        z = inputs[-1] @ w.T
-        total = inputs[-1].abs() @ w.abs().T
-        if biases:
-            z, total = z + biases[i].double(), total + biases[i].double().abs()
-        sums.append((z, total))
-        inputs.append(ACTIVATIONS[kind](z))
-    found = {"y": (inputs[-1].reshape(*shape[:-1], len(wide[-1])), _largest(sums[-1][1]))}
-
-    gradient = dy.double().reshape(inputs[-1].shape)
-    scale = gradient.abs()
-    slopes = []
-    for i in reversed(range(len(wide))):
-        slope, slope_scale = _slope(kinds[i], sums[i][0])
-        if kinds[i] == "relu":  # it selects: what is closed lets not even NaN through
-            kink = _either_side(*sums[i], biases and biases[i], x.dtype, hidden=i > 0)
-            either = torch.where(kink, gradient.abs() / (4 * torch.finfo(x.dtype).eps), 0.0)
-            gradient = torch.where(slope == 0, 0.0, gradient)
-            scale = torch.where(slope == 0, 0.0, scale) + either
-        elif kinds[i] != "identity":
-            gradient, scale = gradient * slope, scale * slope_scale
-        slopes.append((f"dw{i}", gradient.T @ inputs[i], scale.T @ inputs[i].abs()))
-        slopes.append((f"db{i}", gradient.sum(0), scale.sum(0)) if biases else None)
-        gradient, scale = gradient @ wide[i], scale @ wide[i].abs()
-    found["dx"] = gradient.reshape(shape), _largest(scale)
-    for each in slopes:
-        if each:
-            found[each[0]] = each[1], _largest(each[2])
-    return found
 
 
 # --- cases --------------------------------------------------------------------------------------
@@ -163,27 +78,55 @@ class Case:
     def call(self, fn, inputs):
         return fn(*inputs, self.activation)
 
-    def reference(self):
+    def stack(self, kept=()):
         biases = None if self.b is None else [self.b]
-        found = stack_expected(self.x, [self.w], biases, self.dy, [self.activation])
-        return {name.rstrip("0"): right for name, right in found.items()}
+        return Stack(self.x, [self.w], biases, [self.activation], tf32(self.x))
+
+    def reference(self):
+        """By output: the value in fp64, the scale, and where relu has decided."""
+        return self._named(self.stack().expected(self.dy))
 
     def expected(self):
-        """By output: eager torch's, the fp64 reference, and the scale; computed once."""
+        """Eager torch's results, and what is right for them; computed once."""
         if self._expected is None:
-            right = self.reference()
+            self.silence_kinks()
             mixed = self.x.dtype != next(t.dtype for t in self.inputs[1:])
             with torch.autocast(self.x.device.type, self.x.dtype, enabled=mixed):
-                found = gradients(self, self.eager)
-            self._expected = {name: (found[name], *right[name]) for name in found}
+                self._expected = self.results(*recorded(self, self.eager))
         return self._expected
+
+    def silence_kinks(self):
+        """dy becomes 0 where rounding decides the sign of z."""
+        if self.activation == "relu":
+            kinks = undecided(*self.inputs, tf32(self.x))
+            if kinks.any():
+                self.dy = self.dy.masked_fill(kinks, 0)
+
+    def results(self, found, kept):
+        """What a call gave, with its hidden activations, and what is right for it."""
+        stack = self.stack((*kept, found["y"]))
+        return Results(found | stack.hidden, self._named(stack.expected(self.dy)))
 
     def check(self, fn=None):
         """Forward and all gradients of `fn` against the rule; returns them."""
-        ours = gradients(self, fn)
-        for name, (found, reference, scale) in self.expected().items():
-            assert_close(name, ours[name], found, reference, scale, computed_in=self.x.dtype)
-        return ours
+        eager = self.expected()
+        found, kept = recorded(self, fn)
+        ours = self.results(found, kept)
+        assert_right(ours, eager, computed_in=self.x.dtype)
+        self.check_bits(ours, kept)
+        return found
+
+    def check_bits(self, ours, kept):
+        """The mask that backward reads is exact wherever rounding leaves no doubt."""
+        right, _, decided = ours.expected["y"]
+        for bits in (t for t in kept if t.dtype == torch.uint8):
+            places = torch.arange(8, device=bits.device)
+            rows = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : right.shape[-1]].bool()
+            wrong = (rows.reshape(right.shape) != ~(right <= 0)) & decided
+            assert not wrong.any(), f"{wrong.sum()} bits are on the wrong side of relu's kink"
+
+    def _named(self, expected):
+        return {name.rstrip("0"): right for name, right in expected.items()}
 
     def implementations(self, backward=True):
         """What can be forced for this call, as arguments of `fusewise.implementation`: one after
@@ -241,9 +184,19 @@ class MlpCase(Case):
         x, weights, biases = inputs[0], list(inputs[1 : 1 + layers]), list(inputs[1 + layers :])
         return fn(x, weights, biases or None, self.activation, self.final_activation)
 
-    def reference(self):
+    def stack(self, kept=()):
         kinds = [self.activation] * (len(self.w) - 1) + [self.final_activation]
-        return stack_expected(self.x, self.w, self.b, self.dy, kinds)
+        return Stack(self.x, self.w, self.b, kinds, tf32(self.x), kept)
+
+    def silence_kinks(self):
+        """A stack is compared given the decisions of each call."""
+
+    def _named(self, expected):
+        return expected
+
+
+def tf32(x):
+    return x.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _drawing(device):
@@ -303,8 +256,20 @@ def make_mlp_case(
 
 def gradients(case, fn=None):
     """y and the gradient of every input that is there, by name."""
+    return recorded(case, fn)[0]
+
+
+def recorded(case, fn=None):
+    """The same, and all that the call kept for backward."""
     inputs = [None if t is None else t.detach().requires_grad_() for t in case.inputs]
-    y = case.call(fn or case.ours, inputs)
+    kept = []
+
+    def keep(t):
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = case.call(fn or case.ours, inputs)
     present = {f"d{n}": t for n, t in zip(case.names, inputs, strict=True) if t is not None}
     found = torch.autograd.grad(y, list(present.values()), case.dy)
-    return {"y": y.detach(), **dict(zip(present, found, strict=True))}
+    return {"y": y.detach(), **dict(zip(present, found, strict=True))}, kept

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusewise.bench import accuracy
-from fusewise.bench.accuracy import Expected
+from fusewise.bench.accuracy import Expected, Results
 from reference import assert_close
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -193,7 +193,9 @@ def test_the_result_of_many_outputs_is_the_wrong_or_the_nearest():
     expected = {name: Expected(right, 4.0) for name in ("y", "dx", "dw")}
 
     def check(*outputs):
-        return accuracy.check(tuple(expected), outputs, (eager,) * 3, expected)
+        named = dict(zip(expected, outputs, strict=False))
+        torch_outputs = dict.fromkeys(expected, eager)
+        return accuracy.check(Results(named, expected), Results(torch_outputs, expected))
 
     found = check(eager, near, eager)
     assert found.passed and found.tensor == "dx" and 0 < found.error <= found.allowed

@@ -16,6 +16,7 @@ from fusewise.bench.cases import read, recast, select
 from fusewise.bench.families import FAMILIES, autoencoder, squeeze_excite
 from fusewise.bench.families.family import BOTH, FORWARD, GRAPHED, REDUCE_OVERHEAD, STEP
 from fusewise.bench.statistics import summary
+from fusewise.bench.verify import Verification
 from results import gpu_results
 
 FAST = ["bench", "--device", "cpu", "--full", "--filter", "cpu-odd-1x17", "--baseline", "eager"]
@@ -44,7 +45,7 @@ def test_the_reference_is_what_autograd_gives():
     autograd = caller(workload.functions["eager"], workload, BOTH)(0)
     right = FAMILY.reference(case, workload)
     assert tuple(right) == OUTPUTS
-    for found, (name, (value, scale)) in zip(autograd, right.items(), strict=True):
+    for found, (name, (value, scale, _)) in zip(autograd, right.items(), strict=True):
         torch.testing.assert_close(found, value, msg=lambda text, n=name: f"{n}: {text}")
         assert scale >= value.abs().max() * (1 - 1e-12)
 
@@ -57,7 +58,7 @@ def test_the_reference_in_pieces(monkeypatch, shape):
     whole = FAMILY.reference(case, workload)
     monkeypatch.setattr(accuracy, "_PIECE", 50)
     monkeypatch.setattr(squeeze_excite, "_LARGE", 50)
-    for name, (value, scale) in FAMILY.reference(case, workload).items():
+    for name, (value, scale, _) in FAMILY.reference(case, workload).items():
         assert value.dtype == (torch.float32 if name in ("y", "dx") else torch.float64)
         torch.testing.assert_close(value, whole[name].value.to(value.dtype))
         assert scale == pytest.approx(whole[name].scale)
@@ -66,11 +67,11 @@ def test_the_reference_in_pieces(monkeypatch, shape):
 def test_the_check_sees_wrong_values():
     case = small_case()
     workload = FAMILY.build(case, "cpu", 1)
-    expected = FAMILY.reference(case, workload)
+    verification = Verification(FAMILY, case, workload)
     eager = caller(workload.functions["eager"], workload, BOTH)(0)
 
     def passes(outputs):
-        return accuracy.check(OUTPUTS, outputs, eager, expected).passed
+        return verification.check(lambda _: outputs, BOTH).passed
 
     assert passes(eager)
     for i in range(len(eager)):
@@ -124,7 +125,7 @@ def test_the_reference_of_a_train_step_is_what_autograd_gives(output):
         step = caller(workload.functions[name], workload, STEP)
         for _ in range(2):  # gradients do not add up
             outputs = step(0)
-        for found, (tensor, (value, scale)) in zip(outputs, right.items(), strict=True):
+        for found, (tensor, (value, scale, _)) in zip(outputs, right.items(), strict=True):
             torch.testing.assert_close(found, value, msg=lambda text, n=tensor: f"{n}: {text}")
             assert scale >= value.abs().max() * (1 - 1e-12)
     assert all(x.grad is None for (x,) in workload.inputs)

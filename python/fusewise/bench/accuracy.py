@@ -4,9 +4,10 @@
 
 ref is the formula in higher precision on the same rounded inputs, torch is eager in the same dtype
 on the same device, eps is that of the type that the tensor is computed in, its own but under
-autocast, and scale the largest sum of |terms| behind an element. Ours is finite wherever ref and
-torch both are, infinite as they are where both are the same infinity, and NaN exactly where torch
-is.
+autocast, and scale says how large the numbers behind an element are (`scale` below). Ours is finite
+wherever ref and torch both are, infinite as they are where both are the same infinity, and NaN
+exactly where torch is. What relu decides is compared as such: ours is above 0 exactly where ref is,
+wherever rounding leaves no doubt.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,32 @@ class Expected(NamedTuple):
 
     value: Tensor
     scale: float
-    """The largest sum of |terms| behind an element."""
+    decided: Tensor | None = None
+    """Of relu's output: where a right answer must be on the same side of 0."""
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums of the type are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def scale(value: float, terms: float, inside: float, dtype: torch.dtype) -> float:
+    """The rule's scale from the largest |value|, the largest sum of |terms| of the outermost sum,
+    and that of the sums inside it.
+
+    A result is rounded to its own type. Sums are kept in the accumulator's type, so they count with
+    the eps of that type, relative to the eps of `dtype`.
+    """
+    share = torch.finfo(accumulator(dtype)).eps / torch.finfo(dtype).eps
+    return max(value, share * terms) + share * inside
+
+
+def largest(t: Tensor) -> float:
+    """The largest |element| that is finite; 0 where none is."""
+    if not t.numel():
+        return 0.0
+    parts = pieces(t if t.dim() else t[None])
+    return max(part.abs().nan_to_num(nan=0.0, posinf=0.0).max().item() for (part,) in parts)
 
 
 @dataclass(frozen=True)
@@ -46,11 +72,25 @@ class Check:
         return f"{self.tensor}: {found}"
 
 
-def check(names, outputs, torch_outputs, expected: dict[str, Expected]) -> Check:
+class Results(NamedTuple):
+    """What a call gave, by name, and what is right for it."""
+
+    outputs: dict[str, Tensor]
+    expected: dict[str, Expected]
+
+
+def check(ours: Results, eager: Results, computed_in: torch.dtype | None = None) -> Check:
     """The first output that breaks the rule, or the one that comes nearest to its bound."""
     nearest = None
-    for name, ours, theirs in zip(names, outputs, torch_outputs, strict=False):
-        found = compare(name, ours, theirs, *expected[name])
+    for name, output in ours.outputs.items():
+        found = compare(
+            name,
+            output,
+            eager.outputs[name],
+            *ours.expected[name],
+            eager_reference=eager.expected[name].value,
+            computed_in=computed_in,
+        )
         if not found.passed:
             return found
         if nearest is None or found.error * nearest.allowed > nearest.error * found.allowed:
@@ -65,10 +105,14 @@ def compare(
     eager: Tensor,
     reference: Tensor,
     scale: float,
+    decided: Tensor | None = None,
+    *,
+    eager_reference: Tensor | None = None,
     computed_in: torch.dtype | None = None,
 ) -> Check:
-    """One tensor by the rule; all three on one device, in any layout.
+    """One tensor by the rule; all on one device, in any layout.
 
+    `eager_reference`: what is right for torch, where that took other decisions than ours.
     `computed_in`: where that is not its own type. Under autocast, torch computes the gradients of
     float32 parameters in the half type, and casts them then.
     """
@@ -80,23 +124,30 @@ def compare(
         return broken(f"shape {list(ours.shape)}, not {list(eager.shape)}")
     if ours.dtype != eager.dtype:
         return broken(f"{ours.dtype}, not {eager.dtype}")
+    tensors = [ours, eager, reference, reference if eager_reference is None else eager_reference]
+    tensors += [] if decided is None else [decided]
     if not ours.dim():  # a loss
-        ours, eager, reference = ours[None], eager[None], reference[None]
+        tensors = [t[None] for t in tensors]
 
     misplaced: dict[str, list] = {}
     error = torch_error = 0.0
-    for start, ours_piece, eager_piece, right in _doubles(ours, eager, reference):
+    for start, ours_piece, eager_piece, right, eager_right, *sides in _doubles(*tensors):
         finite = eager_piece.isfinite() & right.isfinite()
         infinite = eager_piece.isinf() & (eager_piece == right)
-        for wrong, mask in (
+        faults = [
             ("NaN is not where torch has it", ours_piece.isnan() != eager_piece.isnan()),
             ("not infinite where it should be", infinite & (ours_piece != eager_piece)),
             ("not finite where it should be", finite & ~ours_piece.isfinite()),
-        ):
+        ]
+        for side in sides:
+            other = (ours_piece > 0) != (right > 0)
+            faults.append(("on the wrong side of relu's kink", other & side.bool()))
+        for wrong, mask in faults:
             if count := mask.sum().item():
                 misplaced.setdefault(wrong, [0, _first(mask, start)])[0] += count
         error = max(error, _distance(ours_piece, right, finite).max().item())
-        torch_error = max(torch_error, _distance(eager_piece, right, finite).max().item())
+        both = eager_piece.isfinite() & eager_right.isfinite()
+        torch_error = max(torch_error, _distance(eager_piece, eager_right, both).max().item())
     for wrong, (count, first) in misplaced.items():
         return broken(f"{wrong}, {count} elements, the first at {first}")
 
@@ -106,7 +157,7 @@ def compare(
         return Check(name, error, allowed, "")
     count = sum(
         (_distance(ours_piece, right, eager_piece.isfinite() & right.isfinite()) > allowed).sum()
-        for _, ours_piece, eager_piece, right in _doubles(ours, eager, reference)
+        for _, ours_piece, eager_piece, right in _doubles(*tensors[:3])
     )
     return broken(
         f"off by {error:.3g} where {allowed:.3g} is allowed (scale {float(scale):.3g}); "

@@ -8,7 +8,9 @@ from .baselines import OURS, caller
 from .cases import recast
 from .families import FAMILIES, Family
 from .families.family import BOTH, DTYPES, Case
+from .measure import Call
 from .runner import usable_device
+from .verify import Verification
 
 
 def run(device: str) -> tuple[Table, list[str], bool]:
@@ -38,22 +40,21 @@ def _checks(family: Family, cases: list[Case], device: str) -> dict[str, accurac
     found: dict[str, accuracy.Check] = {}
     for case in cases:
         workload = family.build(case, device, 1)
-        expected = family.reference(case, workload)
-        eager = caller(workload.functions["eager"], workload, BOTH)(0)
+        verification = Verification(family, case, workload)
         ours = caller(workload.functions[OURS], workload, BOTH)
         for record in fusewise.explain(ours, 0):
             operator = record.operator + ("_backward" if record.direction == "backward" else "")
             for able in record.able:
                 with fusewise.implementation(**{operator: able}):
-                    check = _check(ours, eager, expected)
+                    check = _check(verification, ours)
                 name = f"{record.direction} {able}"
                 found[name] = _worse(found.get(name, check), check)
     return found
 
 
-def _check(call, eager, expected) -> accuracy.Check:
+def _check(verification: Verification, call: Call) -> accuracy.Check:
     try:
-        return accuracy.check(tuple(expected), call(0), eager, expected)
+        return verification.check(call, BOTH)
     except RuntimeError as error:  # a kernel that fails here is a finding, not the end
         return accuracy.Check("call", 0, 0, f"raised {str(error).splitlines()[0]}")
 

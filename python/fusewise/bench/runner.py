@@ -10,12 +10,11 @@ import torch
 import fusewise
 
 from .._usage import UsageError
-from . import accuracy, environment, floor
+from . import environment, floor
 from .baselines import (
     COMPILED,
     OURS,
     WALL_ONLY,
-    caller,
     calls,
     default_baselines,
     functions,
@@ -28,6 +27,7 @@ from .measure import Call, GraphTimer, LoopTimer, interleave, keep_memory, peak_
 from .progress import Progress
 from .schema import VERSION
 from .statistics import median, ratio_of_sums, summary
+from .verify import Verification
 
 _MOST_BUFFERS = 64
 _CPU_BUFFER_BYTES = 1 << 30
@@ -240,10 +240,10 @@ def _describe(family: Family, case: Case, mode: str, ceilings: floor.Ceilings) -
 
 def _check(family, case, workload, by_mode, progress) -> dict[str, dict]:
     """For each mode and contender the passed check, or why there is nothing to be timed."""
-    expected = family.reference(case, workload)
+    verification = Verification(family, case, workload)
     checks: dict[str, dict] = {}
     for mode, candidates in by_mode.items():
-        right = caller(workload.functions["eager"], workload, mode)(0)
+        verification.eager(mode)  # what fails here is no baseline's
         checks[mode] = {}
         for name, call in candidates.items():
             progress.now(f"{case.name} {mode}: checking {name}")
@@ -251,16 +251,16 @@ def _check(family, case, workload, by_mode, progress) -> dict[str, dict]:
                 checks[mode][name] = call
                 continue
             try:
-                outputs = call(0)
+                if name in workload.unchecked:
+                    call(0)
+                    checks[mode][name] = None
+                    continue
+                check = verification.check(call, mode)
             except Exception as error:  # a baseline that cannot run is a row's remark, not its end
                 if _out_of_memory(error):
                     raise
                 checks[mode][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]
                 continue
-            if name in workload.unchecked:
-                checks[mode][name] = None
-                continue
-            check = accuracy.check(tuple(expected), outputs, right, expected)
             checks[mode][name] = check if check.passed else f"WRONG: {check}"
     return checks
 

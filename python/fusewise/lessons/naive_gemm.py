@@ -1,12 +1,12 @@
 """A loop per output against the vendor's matrix product."""
 
 from .._usage import UsageError
-from ..bench.accuracy import check
 from ..bench.baselines import OURS, caller
 from ..bench.cases import select
 from ..bench.families.family import FORWARD, Case
 from ..bench.families.linear_act import FAMILY, naive_linear_relu
 from ..bench.naive import naive_library
+from ..bench.verify import Verification
 from .lesson import Finding, Lesson, Samples, interval, ratio, sample, table
 
 _NAIVE, _VENDOR, _FUSED = "a loop per output", "the vendor's product, then relu", OURS
@@ -29,10 +29,9 @@ def measure(device: str) -> Samples:
         _FUSED: workload.functions[OURS],
     }
     calls = {name: caller(function, workload, FORWARD) for name, function in functions.items()}
-    expected = FAMILY.reference(case, workload)
-    right = calls[_VENDOR](0)
+    verification = Verification(FAMILY, case, workload)
     for name, call in calls.items():
-        found = check(tuple(expected), call(0), right, expected)
+        found = verification.check(call, FORWARD)
         if not found.passed:
             raise RuntimeError(f"{name} is wrong: {found}")
 

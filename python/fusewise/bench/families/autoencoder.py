@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusewise.models._autoencoder import autoencoder
 
-from ..accuracy import Expected
+from ..accuracy import Expected, largest, scale
 from .family import (
     BOTH,
     FORWARD,
@@ -190,7 +190,9 @@ def reference(case: Case, workload: Workload) -> dict[str, Expected]:
     found = expected(*inputs, gradient, output="score")
     scores = found.pop("score")
     del found["dx"]
-    return {"loss": Expected(scores.value.mean(), scores.scale), **found}
+    loss = scores.value.mean()
+    size = scale(loss.item(), scores.scale, 0.0, case.dtype)
+    return {"loss": Expected(loss, size), **found}
 
 
 def expected(x, *weights_and_gradient, output="reconstruction") -> dict[str, Expected]:
@@ -200,7 +202,7 @@ def expected(x, *weights_and_gradient, output="reconstruction") -> dict[str, Exp
     names = (output, "dx", *(f"d{name}" for name in WEIGHTS))
     by_row: dict[str, list] = {name: [] for name in names[:2]}
     sums: dict[str, list] = {}
-    largest = dict.fromkeys(names[:2], (0.0, 0.0))
+    sizes = dict.fromkeys(names[:2], (0.0, 0.0))
     for start in range(0, max(1, x.shape[0]), _ROWS):
         rows = x.detach()[start : start + _ROWS].double().requires_grad_()
         with torch.enable_grad():
@@ -218,23 +220,25 @@ def expected(x, *weights_and_gradient, output="reconstruction") -> dict[str, Exp
         terms = _terms(rows.detach(), [t.detach() for t in wide], steps, gradients, known, output)
         by_row[output].append(steps[output].detach())
         by_row["dx"].append(found[0])
-        for name in largest:
-            pair = zip(largest[name], map(_largest, terms[name]), strict=True)
-            largest[name] = tuple(max(a, b) for a, b in pair)
+        for name in sizes:
+            pair = zip(sizes[name], map(largest, terms[name]), strict=True)
+            sizes[name] = tuple(max(a, b) for a, b in pair)
         for name, value in zip(names[2:], found[1:12], strict=True):
             parts = (value, *map(_finite, terms[name]))
             sums[name] = [a + b for a, b in zip(sums.get(name, (0, 0, 0)), parts, strict=True)]
     values = {name: torch.cat(parts) for name, parts in by_row.items()}
     for name, (value, last, inside) in sums.items():
         values[name] = value
-        largest[name] = _largest(last), _largest(inside)
+        sizes[name] = largest(last), largest(inside)
     # What float32 weights beside half x get is computed in x's dtype.
     dtypes = dict.fromkeys(names, x.dtype)
     mixed = x.dtype != weights[0].dtype
     if output == "score" and not mixed:
         dtypes["score"] = torch.float64 if x.dtype == torch.float64 else torch.float32
     return {
-        name: Expected(values[name], _scale(*largest[name], dtypes[name], x.dtype))
+        name: Expected(
+            values[name], _scale(largest(values[name]), *sizes[name], dtypes[name], x.dtype)
+        )
         for name in names
     }
 
@@ -336,20 +340,12 @@ def _terms(x, weights, steps, gradient, d, output) -> dict[str, tuple[Tensor, Te
     }
 
 
-def _scale(last: float, inside: float, dtype: torch.dtype, data: torch.dtype) -> float:
-    """The outermost sum rounds in `dtype`. Those inside are kept in the accumulator's precision,
-    so for half types they count with the accumulator's eps and not with half's. Of float32 data,
-    they count for a 256th: through six layers the worst case is a thousand times what comes of it,
-    as errors average out, and would let another GELU pass. In float64 they count whole, as the
-    reference rounds, too; in half types it is torch's own error that decides."""
-    if data == torch.float64:
-        return last + inside
-    counted = inside / 256 if data == torch.float32 else inside
-    return last + counted * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
-
-
-def _largest(terms: Tensor) -> float:
-    return _finite(terms).max().item() if terms.numel() else 0.0
+def _scale(value: float, last: float, inside: float, dtype: torch.dtype, data: torch.dtype):
+    """The sums inside count for a 256th, and for at most eight times the outermost sum: through six
+    layers the worst case is thousands of times what comes of it, as errors average out, and would
+    let zeros pass. In float64 they count whole, as the reference rounds, too."""
+    counted = inside if data == torch.float64 else min(inside / 256, 8 * last)
+    return scale(value, last, counted, dtype)
 
 
 def _finite(t: Tensor) -> Tensor:

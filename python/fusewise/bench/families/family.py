@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..accuracy import Expected
+from ..accuracy import Expected, Results
 
 FORWARD = "forward"
 BOTH = "forward+backward"
@@ -105,3 +105,5 @@ class Family:
     """Of its own, beside those that every family has."""
     modes: Callable[[Case], tuple[str, ...]] = both_modes
     """In which a case is measured."""
+    given: Callable[[Case, Workload, Results, list[Tensor]], Results] | None = None
+    """What is right for one call that took decisions of its own, from what it kept for backward."""

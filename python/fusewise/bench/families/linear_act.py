@@ -11,14 +11,8 @@ import fusewise
 from ..accuracy import Expected
 from ..naive import naive_library
 from .family import BOTH, Case, Family, Workload
+from .linear_stack import ACTIVATIONS, Stack, undecided
 
-ACTIVATIONS = {
-    "identity": lambda z: z,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "silu": F.silu,
-}
 _MOST_NAIVE = 1 << 34  # multiplications; beyond, one call takes a second
 
 # What stands for the products alone is another function: it is timed, not checked.
@@ -45,7 +39,7 @@ def build(case: Case, device: str, buffers: int) -> Workload:
         return torch._addmm_activation(b, x, w.t(), use_gelu=activation == "gelu_tanh")
 
     fused = activation in ("relu", "gelu_tanh") and device == "cuda"
-    return Workload(
+    workload = Workload(
         inputs=[(random(rows, inputs),) for _ in range(buffers)],
         gradients=[random(rows, outputs, learned=False) for _ in range(buffers)],
         weights=(random(outputs, inputs, scale=inputs**-0.5), random(outputs)),
@@ -60,87 +54,17 @@ def build(case: Case, device: str, buffers: int) -> Workload:
         forward_only=frozenset({"naive", "addmm_activation"}),
         unchecked=frozenset({PRODUCTS}),
     )
+    if activation == "relu":  # the first buffer is the one that is checked
+        kinks = undecided(*workload.inputs[0], *workload.weights, case.tf32)
+        workload.gradients[0].masked_fill_(kinks, 0)
+    return workload
 
 
 def reference(case: Case, workload: Workload) -> dict[str, Expected]:
-    return expected(
-        *workload.inputs[0],
-        *workload.weights,
-        workload.gradients[0],
-        case.extra["activation"],
-        case.tf32,
-    )
-
-
-@torch.no_grad()
-def expected(x, w, b, dy, activation: str, tf32: bool = False) -> dict[str, Expected]:
-    """y and the gradient of every input that is there, by name, with their scales; in fp64."""
-    rounding = Rounding(x.dtype, tf32)
-    layer = Layer(x.double(), w.double(), None if b is None else b.double(), activation, rounding)
-    found = {"y": (layer.y, layer.y_error), **layer.backward(dy.double(), None)}
-    return {name: Expected(value, rounding.scale(error)) for name, (value, error) in found.items()}
-
-
-class Rounding:
-    """How much one rounding of a result, and one of a term of a sum, may change it."""
-
-    def __init__(self, dtype: torch.dtype, tf32: bool):
-        self.result = torch.finfo(dtype).eps
-        halves = (torch.float16, torch.bfloat16)
-        self.term = 2.0**-10 if tf32 else torch.finfo(torch.float32).eps if dtype in halves else 0
-        self.term = self.term or self.result
-
-    def scale(self, error: Tensor) -> float:
-        """In the accuracy rule's terms: that allows four eps of it."""
-        return error.max().item() / self.result if error.numel() else 0.0
-
-
-class Layer:
-    """One layer in fp64, and with each result a bound of what rounding does to it, to first order.
-
-    relu's slope jumps at 0. Where z is so near to it that rounding decides the side, both slopes
-    are right, and the bound has the whole difference.
-    """
-
-    def __init__(self, x, w, b, activation, rounding: Rounding, x_error=None):
-        self.x, self.w, self.b, self.rounding = x, w, b, rounding
-        self.x_error = torch.zeros_like(x) if x_error is None else x_error
-        terms = F.linear(x.abs(), w.abs(), None if b is None else b.abs())
-        z_error = rounding.term * terms + F.linear(self.x_error, w.abs())
-        with torch.enable_grad():
-            z = F.linear(x, w, b).requires_grad_()
-            y = ACTIVATIONS[activation](z)
-            (slope,) = torch.autograd.grad(y.sum(), z, create_graph=activation != "identity")
-            if activation == "relu":
-                # Of halves, the sum may be rounded before the bias is added.
-                before = z if b is None else z - b
-                room = 4 * z_error + 2 * rounding.result * before.abs()
-                slope_error = (z.abs() <= room).double()
-            elif activation == "identity":
-                slope_error = torch.zeros_like(z)
-            else:
-                (curve,) = torch.autograd.grad(slope.sum(), z)
-                slope_error = curve.abs() * (z_error + rounding.result * z.abs())
-        self.y, self.slope, self.slope_error = y.detach(), slope.detach(), slope_error.detach()
-        self.y_error = self.slope.abs() * (z_error + rounding.result * z.detach().abs())
-        self.y_error += rounding.result * self.y.abs()
-
-    def backward(self, dy, dy_error) -> dict[str, tuple[Tensor, Tensor]]:
-        dz = dy * self.slope
-        error = dy.abs() * self.slope_error + self.rounding.result * dz.abs()
-        if dy_error is not None:
-            error += dy_error * self.slope.abs()
-        # Of the products below, whose terms are rounded once more.
-        terms = error + self.rounding.term * dz.abs()
-        found = {
-            "dx": (dz @ self.w, terms @ self.w.abs()),
-            "dw": (dz.T @ self.x, terms.T @ self.x.abs() + dz.abs().T @ self.x_error),
-        }
-        if self.b is not None:
-            found["db"] = (dz.sum(0), terms.sum(0))
-        for name, (value, bound) in found.items():
-            found[name] = (value, bound + self.rounding.result * value.abs())
-        return found
+    (x,), (w, b) = workload.inputs[0], workload.weights
+    stack = Stack(x, [w], [b], [case.extra["activation"]], case.tf32)
+    found = stack.expected(workload.gradients[0])
+    return {name.rstrip("0"): right for name, right in found.items()}
 
 
 def bytes_moved(case: Case, mode: str) -> int:

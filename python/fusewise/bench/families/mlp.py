@@ -2,12 +2,14 @@
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import fusewise
 
-from ..accuracy import Expected
+from ..accuracy import Expected, Results
 from .family import BOTH, Case, Family, Workload
-from .linear_act import ACTIVATIONS, PRODUCTS, Layer, Rounding
+from .linear_act import PRODUCTS
+from .linear_stack import ACTIVATIONS, Stack
 
 
 def build(case: Case, device: str, buffers: int) -> Workload:
@@ -57,35 +59,22 @@ def build(case: Case, device: str, buffers: int) -> Workload:
 
 
 def reference(case: Case, workload: Workload) -> dict[str, Expected]:
-    parameters = workload.weights
-    layers = len(parameters) // 2
-    return expected(
-        *workload.inputs[0],
-        parameters[:layers],
-        parameters[layers:],
-        workload.gradients[0],
-        case.extra["activation"],
-        tf32=case.tf32,
-    )
+    return _stack(case, workload).expected(workload.gradients[0])
 
 
-@torch.no_grad()
-def expected(x, weights, biases, dy, activation, final_activation="identity", tf32=False):
-    """y, dx and the gradients of weights and biases, by name, with their scales; in fp64."""
-    rounding = Rounding(x.dtype, tf32)
-    layers, y, error = [], x.double(), None
-    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
-        kind = activation if i + 1 < len(weights) else final_activation
-        layers.append(Layer(y, w.double(), b.double(), kind, rounding, error))
-        y, error = layers[-1].y, layers[-1].y_error
-    found = {"y": (y, error)}
-    gradient, error = dy.double(), None
-    for i in reversed(range(len(layers))):
-        results = layers[i].backward(gradient, error)
-        gradient, error = found["dx"] = results["dx"]
-        found |= {f"dw{i}": results["dw"], f"db{i}": results["db"]}
-    names = ["y", "dx", *(f"d{kind}{i}" for kind in "wb" for i in range(len(layers)))]
-    return {name: Expected(found[name][0], rounding.scale(found[name][1])) for name in names}
+def given(case: Case, workload: Workload, results: Results, kept: list[Tensor]) -> Results:
+    """relu's hidden activations are outputs, too, and the layers behind them start from them."""
+    stack = _stack(case, workload, kept)
+    if not stack.hidden:
+        return results
+    return Results(results.outputs | stack.hidden, stack.expected(workload.gradients[0]))
+
+
+def _stack(case: Case, workload: Workload, kept=()) -> Stack:
+    layers = len(workload.weights) // 2
+    weights, biases = workload.weights[:layers], workload.weights[layers:]
+    kinds = [case.extra["activation"]] * (layers - 1) + ["identity"]
+    return Stack(*workload.inputs[0], weights, biases, kinds, case.tf32, kept)
 
 
 def bytes_moved(case: Case, mode: str) -> int:
@@ -111,6 +100,7 @@ FAMILY = Family(
     extra={"activation": tuple(ACTIVATIONS)},
     build=build,
     reference=reference,
+    given=given,
     bytes_moved=bytes_moved,
     operations=operations,
     baselines=("layers", PRODUCTS),

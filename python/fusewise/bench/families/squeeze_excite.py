@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fusewise
 
-from ..accuracy import Expected, cut, pieces
+from ..accuracy import Expected, cut, largest, pieces, scale
 from ..naive import naive_library
 from .family import BOTH, LAYOUTS, Case, Family, Workload
 
@@ -108,7 +108,10 @@ def expected(x, w1, b1, w2, b2, dy, activation="silu", gate="sigmoid") -> dict[s
         y_piece.copy_(x_piece.double() * gate_piece)
         dx_piece.copy_(dy_piece.double() * gate_piece + dpooled_piece)
     values = {"y": y, "dx": dx, **{f"d{n}": t for n, t in zip(weights, found, strict=True)}}
-    return {name: Expected(value, _scale(*terms[name], x.dtype)) for name, value in values.items()}
+    return {
+        name: Expected(value, scale(largest(value), *terms[name], x.dtype))
+        for name, value in values.items()
+    }
 
 
 def _terms(x, dy, weights, steps, gradients) -> dict[str, tuple[float, float]]:
@@ -143,32 +146,19 @@ def _terms(x, dy, weights, steps, gradients) -> dict[str, tuple[float, float]]:
         "dw2": (dz2.T @ h, DZ2.T @ h + dz2.T @ H),
         "db2": (dz2.sum(0), DZ2.sum(0)),
     }
-    largest = {name: tuple(map(_largest, pair)) for name, pair in terms.items()}
+    found = {name: tuple(map(largest, pair)) for name, pair in terms.items()}
     for name, image, pairs in (
         ("y", x, ((g, torch.zeros_like(g)), (G, torch.zeros_like(G)))),
         ("dx", dy, ((g, dz @ w1 / pixels), (G, DZ @ w1 / pixels))),
     ):
-        largest[name] = tuple(_largest_image(image, *pair) for pair in pairs)
-    return largest
-
-
-def _scale(last: float, sums: float, dtype: torch.dtype) -> float:
-    """The outermost sum rounds in `dtype`. Those inside are kept in the accumulator's precision,
-    so for half data they count with the accumulator's eps and not with half's."""
-    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    return last + sums * torch.finfo(accumulator).eps / torch.finfo(dtype).eps
+        found[name] = tuple(_largest_image(image, *pair) for pair in pairs)
+    return found
 
 
 def _largest_image(image: Tensor, factor: Tensor, summand: Tensor) -> float:
     """The largest |image| * factor + summand, the latter two [N, C]."""
     parts = pieces(image, *(_planes(t).expand_as(image) for t in (factor, summand)))
-    return max(
-        _largest(image.double().abs() * factor + summand) for image, factor, summand in parts
-    )
-
-
-def _largest(terms: Tensor) -> float:
-    return _finite(terms).max().item() if terms.numel() else 0.0
+    return max(largest(image.double().abs() * factor + summand) for image, factor, summand in parts)
 
 
 def _finite(t: Tensor) -> Tensor:

@@ -1,0 +1,46 @@
+"""Whether a call gives what the reference gives, by the accuracy rule."""
+
+import torch
+from torch import Tensor
+
+from . import accuracy
+from .accuracy import Check, Results
+from .baselines import caller
+from .families import Family
+from .families.family import FORWARD, Case, Workload
+from .measure import Call
+
+
+class Verification:
+    """The reference of a case, and what torch makes of its first buffer, by mode."""
+
+    def __init__(self, family: Family, case: Case, workload: Workload):
+        self._family, self._case, self._workload = family, case, workload
+        self._expected = family.reference(case, workload)
+        self._eager: dict[str, Results] = {}
+
+    def check(self, call: Call, mode: str) -> Check:
+        """The first output that breaks the rule, or the one that comes nearest to its bound."""
+        return accuracy.check(self.results(call, mode), self.eager(mode))
+
+    def eager(self, mode: str) -> Results:
+        if mode not in self._eager:
+            call = caller(self._workload.functions["eager"], self._workload, mode)
+            self._eager[mode] = self.results(call, mode)
+        return self._eager[mode]
+
+    def results(self, call: Call, mode: str) -> Results:
+        if mode == FORWARD or self._family.given is None:
+            return self._named(call(0))
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(tensor.detach().clone())  # compiled code reuses the memory in backward
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            found = self._named(call(0))
+        return self._family.given(self._case, self._workload, found, kept)
+
+    def _named(self, outputs: tuple[Tensor, ...]) -> Results:
+        return Results(dict(zip(self._expected, outputs, strict=False)), self._expected)
