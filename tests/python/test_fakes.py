@@ -85,10 +85,10 @@ def test_squeeze_excite(device, layout, dtypes):
 
 @pytest.mark.parametrize("layout", ["rows", "frames", "spectrogram", "columns"])
 @pytest.mark.parametrize("output", autoencoder_reference.OUTPUTS)
-def test_autoencoder(device, layout, output):
-    case = autoencoder_reference.make_case(
-        8, autoencoder_reference.SMALL, device, layout=layout, output=output
-    )
+@pytest.mark.parametrize("dtypes", ["fp32", "fp64", "bf16-fp32"])
+def test_autoencoder(device, layout, output, dtypes):
+    sizes, dtypes = autoencoder_reference.SMALL, reference.DTYPES[dtypes]
+    case = autoencoder_reference.make_case(8, sizes, device, dtypes, layout, output=output)
     weights = [w.mT.contiguous().mT if w.dim() == 2 else w for w in case.weights]
     for save in (False, True):
         expect_as_told(_ops.autoencoder, case.x, weights, output, False, save, "")
