@@ -6,8 +6,12 @@ import sys
 import tempfile
 import textwrap
 
-import pytest
-import torch
+# OpenMP reads it when torch loads it. Threads that spin while they wait take the cores from those
+# that work: beside another job, a test of seconds then takes minutes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 try:
     import hypothesis

@@ -32,9 +32,8 @@ def test_all_families_and_layers_have_some(mutants):
     families = {mutant.family for mutant in found}
     assert families >= {"linear_act", "mlp", "squeeze_excite", "autoencoder", "safetensors"}
     files = [mutant.file for mutant in found]
-    package = (
-        f"python/fusewise/{name}" for name in "functional _ops models nn bench profile".split()
-    )
+    parts = ("functional", "_ops", "models", "nn", "bench", "profile")
+    package = (f"python/fusewise/{part}" for part in parts)
     for layer in ("src/cpu", "src/common", "bindings", *package, "examples"):
         assert sum(file.startswith(layer) for file in files) >= 3, layer
 

@@ -1,5 +1,6 @@
-"""WAV files of every width to the last bit, the extensible form, and ties in the AUC."""
+"""WAV files of every width to the last bit, the extensible form, mel bands, and ties in the AUC."""
 
+import math
 import struct
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ pytest.importorskip("safetensors")
 sys.path.insert(0, str(FOLDER))
 
 from machine_sound import auc  # noqa: E402
-from sound import SoundError, read_wav  # noqa: E402
+from sound import WINDOW, SoundError, mel_filters, read_wav  # noqa: E402
 
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 
@@ -71,6 +72,17 @@ def test_an_extensible_form_that_says_nothing_we_know(tmp_path, kind, cut):
     path = wav(tmp_path / "a.wav", packed([0], 16), 16, EXTENSIBLE, extension=told)
     with pytest.raises(SoundError, match=r"a.wav: format (65534|6) with 16 bits, expected PCM"):
         read_wav(path)
+
+
+def test_mel_bands_reach_up_to_half_the_rate():
+    """Their peaks lie equally far apart on the mel scale, within a step of the spectrum."""
+    rate, bands = 16000, 20
+    filters = mel_filters(rate, bands)
+    assert filters.shape == (WINDOW // 2 + 1, bands)
+    top = 2595 * math.log10(1 + rate / 2 / 700)
+    for band in range(bands):
+        centre = 700 * (10 ** (top * (band + 1) / (bands + 1) / 2595) - 1)
+        assert abs(filters[:, band].argmax().item() * rate / WINDOW - centre) <= rate / WINDOW
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-// Names with escapes in a .safetensors header: pairs of surrogates give one character, and half of
-// a pair is refused wherever it stands.
+// Names and numbers in a .safetensors header: pairs of surrogates give one character, half of a
+// pair is refused wherever it stands, and numbers are spelled as JSON spells them.
 
 #include <gtest/gtest.h>
 
@@ -12,10 +12,10 @@
 namespace fusewise {
 namespace {
 
-/// A file with one empty tensor; `escaped` is its name as the header spells it.
-std::vector<std::byte> file_named(const std::string& escaped) {
+/// A file with one empty tensor; name and shape as the header spells them.
+std::vector<std::byte> file_named(const std::string& escaped, const std::string& shape = "[0]") {
   const std::string header =
-      R"({")" + escaped + R"(":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}})";
+      R"({")" + escaped + R"(":{"dtype":"F32","shape":)" + shape + R"(,"data_offsets":[0,0]}})";
   std::vector<std::byte> bytes(8 + header.size());
   bytes[0] = static_cast<std::byte>(header.size());
   std::memcpy(bytes.data() + 8, header.data(), header.size());
@@ -55,6 +55,13 @@ TEST(SafetensorsNames, HalfOfAPairIsRefused) {
       EXPECT_NE(std::string(error.what()).find("half a character"), std::string::npos)
           << escaped << ": " << error.what();
     }
+  }
+}
+
+TEST(SafetensorsNumbers, HaveNoLeadingZero) {
+  EXPECT_EQ(Safetensors(file_named("a", "[0, 10]")).at("a").shape(), "[0, 10]");
+  for (const char* shape : {"[00]", "[0, 01]", "[0, 007]"}) {
+    EXPECT_THROW(Safetensors(file_named("a", shape)), Error) << shape;
   }
 }
 
