@@ -33,8 +33,10 @@ NOT_COPIED = shutil.ignore_patterns(
 )
 COMPILED = (".cpp", ".h")
 CHUNK = 4  # mutants of one file that a job takes together: it compiles that file alone between them
+PYTEST_FAILED, PYTEST_NOTHING = 1, 5  # exit codes
 BUILD_SECONDS, TEST_SECONDS, ALL_TESTS_SECONDS = 600, 180, 1200
 
+KILLED_TABLE = "| mutant | family | seconds | killed by |"
 KILLED, SURVIVED, BROKEN, NOT_RUN = "killed", "survived", "broken", "not run"
 
 
@@ -176,8 +178,9 @@ class Scratch:
             return KILLED, f"after {TEST_SECONDS} s without an end"
         if code < 0:
             return KILLED, signal.Signals(-code).name
-        # Of pytest, 1 says that tests failed; the others, that none could be run.
-        return (KILLED, "") if code == 1 else (BROKEN, f"{mutant.test} cannot be run: {said}")
+        if mutant.by_pytest and code != PYTEST_FAILED:
+            return BROKEN, f"{mutant.test} cannot be run: {said}"
+        return KILLED, ""
 
     def test(self, tests: list[str], timeout: int) -> tuple[int | None, str]:
         """Tests of one kind."""
@@ -254,8 +257,8 @@ def prepare(jobs: int) -> list[Scratch]:
     return copies
 
 
-def check_tests(copies: list[Scratch], mutants: list[Mutant]) -> None:
-    """That every test passes without a bug; else nothing that it sees would mean anything."""
+def check_tests(copies: list[Scratch], mutants: list[Mutant]) -> dict[str, tuple[str, str]]:
+    """By test: why nothing that it sees would mean anything. It must pass without a bug."""
     by_file: dict[str, dict[str, None]] = {}
     for mutant in mutants:
         file = mutant.test.partition("::")[0] if mutant.by_pytest else ""
@@ -264,18 +267,23 @@ def check_tests(copies: list[Scratch], mutants: list[Mutant]) -> None:
     for copy in copies:
         free.put(copy)
 
-    def check(tests: list[str]) -> str:
+    def check(tests: list[str]) -> dict[str, tuple[str, str]]:
         copy = free.get()
         try:
             code, said = copy.test(tests, ALL_TESTS_SECONDS)
-            return "" if code == 0 else said
         finally:
             free.put(copy)
+        if code == 0:
+            return {}
+        if len(tests) > 1:  # which of them
+            return {name: why for test in tests for name, why in check([test]).items()}
+        if code == PYTEST_NOTHING:
+            return {tests[0]: (NOT_RUN, "its tests are skipped here")}
+        return {tests[0]: (BROKEN, f"{tests[0]} fails without a bug: {said}")}
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        failures = list(pool.map(check, [list(tests) for tests in by_file.values()]))
-    for failure in filter(None, failures):
-        raise SystemExit(f"a test fails without a bug:\n{failure}")
+        found = pool.map(check, [list(tests) for tests in by_file.values()])
+        return {test: why for each in found for test, why in each.items()}
 
 
 def chunks(mutants: list[Mutant]) -> queue.SimpleQueue:
@@ -310,8 +318,8 @@ def run(copies: list[Scratch], mutants: list[Mutant], keep) -> None:
                     keep(Outcome(mutant, verdict, seconds, detail))
                     count = f"{done:{len(str(len(mutants)))}}/{len(mutants)}"
                     shown = "" if verdict == KILLED else f": {detail}"
-                    print(f"[{count}] {verdict:8} {seconds:5.1f} s  {mutant.name}{shown}",
-                          flush=True)  # fmt: skip
+                    line = f"[{count}] {verdict:8} {seconds:5.1f} s  {mutant.name}{shown}"
+                    print(line, flush=True)
 
     with ThreadPoolExecutor(len(copies)) as pool:
         for job in [pool.submit(work, copy) for copy in copies]:
@@ -368,7 +376,7 @@ def summary(outcomes: list[Outcome], seconds: float) -> list[str]:
     families = Counter(o.mutant.family for o in outcomes)
     dead = Counter(o.mutant.family for o in outcomes if o.verdict == KILLED)
     lines += [f"| {name} | {dead[name]} | {families[name]} |" for name in sorted(families)]
-    lines += ["", "| mutant | family | seconds | killed by |", "| --- | --- | ---: | --- |"]
+    lines += ["", KILLED_TABLE, "| --- | --- | ---: | --- |"]
     for o in sorted(outcomes, key=lambda o: (o.mutant.family, o.mutant.name)):
         if o.verdict == KILLED:
             by = o.mutant.test + (f" ({o.detail})" if o.detail else "")
@@ -415,22 +423,28 @@ def main(arguments: list[str] | None = None) -> int:
         write(tree, outcomes, time.monotonic() - begin)
 
     if mutants:
-        print(f"{min(options.jobs, len(mutants))} copies of the tree, built", flush=True)
-        copies = prepare(max(1, min(options.jobs, len(mutants))))
+        jobs = max(1, min(options.jobs, len(mutants)))
+        print(f"{jobs} copies of the tree, built", flush=True)
+        copies = prepare(jobs)
+        print(f"{time.monotonic() - begin:.0f} s; their tests, without a bug", flush=True)
         flags, gtest = cpu_flags(), copies[0].has_gtest()
+        left = []
         for mutant in mutants:
             if reason := reason_not_to_run(mutant, flags, gtest):
                 keep(Outcome(mutant, NOT_RUN, 0, reason))
-        left = [mutant for mutant in mutants if not reason_not_to_run(mutant, flags, gtest)]
-        print(f"{time.monotonic() - begin:.0f} s; their tests, without a bug", flush=True)
-        check_tests(copies, left)
+            else:
+                left.append(mutant)
+        unusable = check_tests(copies, left)
+        for mutant in left:
+            if mutant.test in unusable:
+                verdict, detail = unusable[mutant.test]
+                keep(Outcome(mutant, verdict, 0, detail))
+        left = [mutant for mutant in left if mutant.test not in unusable]
         print(f"{time.monotonic() - begin:.0f} s; {len(left)} mutants", flush=True)
         run(copies, left, keep)
     write(tree, outcomes, time.monotonic() - begin)
-    print(
-        "\n" + "\n".join(summary(outcomes, time.monotonic() - begin)[2:]).split("\n\n| mutant")[0]
-    )
-    print(f"\n{(OUT / 'summary.md').relative_to(ROOT)}")
+    told = "\n".join(summary(outcomes, time.monotonic() - begin)[2:])
+    print(f"\n{told.partition(KILLED_TABLE)[0]}\n{(OUT / 'summary.md').relative_to(ROOT)}")
     return int(any(outcome.verdict in (SURVIVED, BROKEN) for outcome in outcomes))
 
 

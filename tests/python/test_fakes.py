@@ -19,8 +19,13 @@ def expect_as_told(operator, *arguments):
     for i, (fake, found) in enumerate(zip(told, real, strict=True)):
         assert fake.shape == found.shape, i
         assert fake.dtype == found.dtype, i
-        if found.numel():
-            assert fake.stride() == found.stride(), i
+        assert _strides(fake) == _strides(found), i
+
+
+def _strides(t):
+    """Those that are ever taken."""
+    sizes = zip(t.shape, t.stride(), strict=True)
+    return [stride for size, stride in sizes if size > 1] if t.numel() else []
 
 
 def _to_meta(value):

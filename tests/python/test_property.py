@@ -1,11 +1,21 @@
 """Squeeze-and-Excitation on random shapes, strides, dtypes and functions, by the accuracy rule."""
 
+import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from reference import ACTIVATIONS, DTYPES, GATES, gradients, make_case, squeeze_excite
-from strategies import moved, relaid
+pytest.importorskip("hypothesis")
+from hypothesis import example, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from reference import (  # noqa: E402
+    ACTIVATIONS,
+    DTYPES,
+    GATES,
+    gradients,
+    make_case,
+    squeeze_excite,
+)
+from strategies import moved, relaid  # noqa: E402
 
 
 @st.composite
