@@ -10,6 +10,7 @@ from hypothesis import strategies as st  # noqa: E402
 from autoencoder_reference import (  # noqa: E402
     DTYPES,
     OUTPUTS,
+    SMALL,
     Case,
     autoencoder,
     gradients,
@@ -53,6 +54,14 @@ def test_any_call_is_right(device, case):
     case.check_every_implementation()
     found = gradients(autoencoder, case)
     assert found["dx"].stride() == torch.empty_like(case.x).stride()
+
+
+@pytest.mark.parametrize("step", [0, 2, 3])
+def test_gradients_of_scores_at_any_distance(device, step):
+    case = make_case(21, SMALL, device, output="score")
+    room = torch.randn(64, device=device)
+    case.gradient = room.as_strided((21,), (step,), 1)
+    case.check_every_implementation()
 
 
 GOOD = shapes(4, 3, 2, 5)
