@@ -120,10 +120,10 @@ def reason_not_to_run(mutant: Mutant, flags: set[str], gtest: bool) -> str:
 class Scratch:
     """A copy of the tree with a build of its own."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, cores: int):
         self.folder = OUT / f"job-{number}"
         self._build = self.folder / "build" / "dev"
-        self._cores = 1
+        self._cores = cores
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self._environment = os.environ | {
             "PATH": path,
@@ -141,16 +141,14 @@ class Scratch:
             "CCACHE_NOHASHDIR": "1",
         }
 
-    def prepare(self, cores: int) -> str:
-        """Copies and builds; what failed, or nothing."""
+    def prepare(self, cores: int | None = None) -> str:
+        """Copies and builds, on so many cores; what failed, or nothing."""
         self._copy()
         define = ["-DFUSEWISE_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
         code, said = self._run(["cmake", "--preset", "dev", *define], BUILD_SECONDS)
-        self._cores = cores
         for target in ("fusewise_torch", *["fusewise_tests"] * self.has_gtest()):
             if code == 0:
-                code, said = self._make(target)
-        self._cores = 1
+                code, said = self._make(target, cores)
         return "" if code == 0 else said
 
     def has_gtest(self) -> bool:
@@ -211,8 +209,8 @@ class Scratch:
                 path.unlink()
         shutil.rmtree(fresh)
 
-    def _make(self, target: str) -> tuple[int | None, str]:
-        command = ["cmake", "--build", "--preset", "dev", "-j", str(self._cores), "--target"]
+    def _make(self, target: str, cores: int | None = None) -> tuple[int | None, str]:
+        command = ["cmake", "--build", "--preset", "dev", "-j", cores or self._cores, "--target"]
         return self._run([*command, target], BUILD_SECONDS)
 
     def _run(self, command: list, timeout: int) -> tuple[int | None, str]:
@@ -246,12 +244,12 @@ class Scratch:
 
 def prepare(jobs: int) -> list[Scratch]:
     """The first copy by itself, with all cores, so that the others find its objects in ccache."""
-    copies = [Scratch(number) for number in range(jobs)]
     cores = len(os.sched_getaffinity(0))
+    copies = [Scratch(number, max(1, cores // jobs)) for number in range(jobs)]
     alone = 1 if shutil.which("ccache") else 0
     failures = [copy.prepare(cores) for copy in copies[:alone]]
     with ThreadPoolExecutor(jobs) as pool:
-        failures += pool.map(lambda copy: copy.prepare(max(1, cores // jobs)), copies[alone:])
+        failures += pool.map(Scratch.prepare, copies[alone:])
     for failure in filter(None, failures):
         raise SystemExit(f"the tree does not build without a bug:\n{failure}")
     return copies
