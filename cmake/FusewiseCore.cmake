@@ -9,6 +9,7 @@ set(common_sources
   src/common/choices.cpp
   src/common/linear_act.cpp
   src/common/mlp.cpp
+  src/common/overlap.cpp
   src/common/safetensors.cpp
   src/common/scratch.cpp
   src/common/squeeze_excite.cpp
@@ -69,7 +70,13 @@ if(FUSEWISE_WITH_CUDA)
     src/cuda/autoencoder/many_rows.cu
     src/cuda/autoencoder/pack.cu
     src/cuda/device.cu
+    src/cuda/gemm/algorithm_choice.cpp
+    src/cuda/gemm/algorithm_probe.cpp
+    src/cuda/gemm/copies.cu
+    src/cuda/gemm/cublaslt.cpp
+    src/cuda/gemm/padding.cpp
     src/cuda/gemm/product.cpp
+    src/cuda/gemm/product_bucket.cpp
     src/cuda/gemm/tuning.cpp
     src/cuda/linear_act/implementations.cpp
     src/cuda/linear_act/passes.cu
@@ -80,6 +87,8 @@ if(FUSEWISE_WITH_CUDA)
     src/cuda/squeeze_excite/implementations.cpp
     src/cuda/squeeze_excite/two_pass.cu
     src/cuda/squeeze_excite/weight_gradients.cu)
+  set_source_files_properties(src/cuda/device.cu PROPERTIES
+    COMPILE_DEFINITIONS FUSEWISE_CUDA_ARCHITECTURES="${FUSEWISE_ARCHITECTURES}")
   set(cuda_options -Xcompiler=-Wall --expt-relaxed-constexpr)
   # Warpgroups' products are of sm_90a alone; no other GPU runs these kernels.
   add_library(fusewise_sm90a OBJECT src/cuda/autoencoder/backward_groups.cu)

@@ -22,6 +22,7 @@ function(fusewise_torch_library name core)
     bindings/torch/autoencoder.cpp
     bindings/torch/build_info.cpp
     bindings/torch/call.cpp
+    bindings/torch/failure.cpp
     bindings/torch/linear_act.cpp
     bindings/torch/products.cpp
     bindings/torch/squeeze_excite.cpp)
@@ -43,10 +44,9 @@ target_compile_definitions(fusewise_torch PRIVATE FUSEWISE_DEVICE=CPU)
 
 if(FUSEWISE_WITH_CUDA AND EXISTS ${torch_dir}/lib/libtorch_cuda.so)
   fusewise_torch_library(fusewise_torch_cuda fusewise bindings/torch/context_cuda.cpp)
-  list(JOIN CMAKE_CUDA_ARCHITECTURES " " architectures)
   target_compile_definitions(fusewise_torch_cuda PRIVATE FUSEWISE_DEVICE=CUDA USE_CUDA
     FUSEWISE_CUDA_VERSION="${CUDAToolkit_VERSION}"
-    FUSEWISE_CUDA_ARCHITECTURES="${architectures}")
+    FUSEWISE_CUDA_ARCHITECTURES="${FUSEWISE_ARCHITECTURES}")
   target_link_libraries(fusewise_torch_cuda PRIVATE ${torch_dir}/lib/libtorch_cuda.so)
 else()
   if(FUSEWISE_WITH_CUDA)

@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from fusewise._amx import avoid_broken_amx  # noqa: E402
+
 try:
     import hypothesis
 except ImportError:  # a GPU machine may have torch and pytest alone; test_property.py says so
@@ -30,6 +32,8 @@ if hypothesis:
     )
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+
+avoid_broken_amx()
 
 # Algorithms are measured anew, and the user's own file of them is left alone.
 _CACHE = tempfile.TemporaryDirectory(prefix="fusewise-tests-")

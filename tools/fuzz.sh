@@ -11,10 +11,18 @@ mkdir -p build/fuzz/corpus
 clang++ -std=c++20 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
   -Iinclude -Isrc tests/fuzz/safetensors.cpp src/common/safetensors.cpp src/common/tensor.cpp \
   -o build/fuzz/safetensors
-# A file that is right, to start from: 79 bytes of header, 8 of data.
-printf '\x4f\0\0\0\0\0\0\0%s12345678' \
-  '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"k":"v"}}' \
-  >build/fuzz/corpus/good
+# Files to start from: one that is right, and two that were once read wrongly.
+seed() {  # name, header, data
+  local length
+  length=$(printf '%08x' ${#2} | sed -E 's/(..)(..)(..)(..)/\\x\4\\x\3\\x\2\\x\1/')
+  { printf '%b' "$length\0\0\0\0"; printf '%s' "$2$3"; } >"build/fuzz/$1"
+}
+seed corpus/good '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"k":"v"}}' 12345678
+seed corpus/overflow '{"a":{"dtype":"F32","shape":[0,4611686018427387904,4],"data_offsets":[0,0]}}' ''
+seed corpus/negative '{"a":{"dtype":"F32","shape":[0,9223372036854775809],"data_offsets":[0,0]}}' ''
+# Many names, once: as a start it would slow down all the others.
+seed names "{\"__metadata__\":{$(seq -f '"%g":""' -s , 30000)}}" ''
+build/fuzz/safetensors -timeout=5 -verbosity=0 build/fuzz/names
 build/fuzz/safetensors -max_total_time="${1:-60}" -timeout=5 -rss_limit_mb=1024 -verbosity=0 \
   -print_final_stats=1 -artifact_prefix=build/fuzz/ -dict=tests/fuzz/safetensors.dict \
   build/fuzz/corpus

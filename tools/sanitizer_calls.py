@@ -31,14 +31,14 @@ def call(shape, dtype, layout) -> None:
     for choice in choices(tensors):
         with fusewise.implementation(**choice):
             learned = [tensor.detach().requires_grad_() for tensor in tensors]
-            y = fusewise.functional.squeeze_excite(*learned)
+            y = fusewise.functional.squeeze_excite(*learned, "silu")
             torch.autograd.grad(y, learned, torch.ones_like(y))
 
 
 def choices(tensors) -> list[dict[str, str]]:
     """Every implementation that takes the call, both ways where it can."""
     learned = [tensor.detach().requires_grad_() for tensor in tensors]
-    forward, backward = fusewise.explain(fusewise.functional.squeeze_excite, *learned)
+    forward, backward = fusewise.explain(fusewise.functional.squeeze_excite, *learned, "silu")
     able = {"squeeze_excite": forward.able, "squeeze_excite_backward": backward.able}
     return [
         {operator: name for operator, names in able.items() if name in names}
@@ -80,6 +80,16 @@ def linear_calls(size, dtype) -> int:
         torch.autograd.grad(y, learned, torch.ones_like(y))
         done += 1
     return done
+
+
+def padded_call() -> int:
+    """Large enough that its unaligned operands are padded."""
+    sizes = (600, 999), (1001, 999), (1001,)
+    learned = [torch.randn(s, device="cuda", dtype=torch.float16) for s in sizes]
+    learned = [tensor.requires_grad_() for tensor in learned]
+    y = fusewise.functional.linear_act(*learned, "relu")
+    torch.autograd.grad(y, learned, torch.ones_like(y))
+    return 1
 
 
 AUTOENCODERS = (
@@ -134,9 +144,10 @@ def squeeze_excite_calls() -> int:
 def linear_act_calls() -> int:
     # Measuring would run the vendor's kernels a hundred times over, and none of ours more often.
     torch.use_deterministic_algorithms(True)
-    return sum(
+    done = sum(
         linear_calls(size, dtype) for size in MATRICES for dtype in (torch.float16, torch.float32)
     )
+    return done + padded_call()
 
 
 def autoencoder_calls() -> int:

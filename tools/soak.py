@@ -19,7 +19,9 @@ SHAPES = ((8, 64, 14, 14, 8), (2, 65, 7, 7, 5), (4, 672, 12, 12, 28), (1, 3, 33,
 def modules():
     for n, channels, height, width, reduced in SHAPES:
         for dtype in (torch.float16, torch.float32):
-            module = fusewise.nn.SqueezeExcitation(channels, reduced, device="cuda", dtype=dtype)
+            module = fusewise.nn.SqueezeExcitation(
+                channels, reduced, "silu", device="cuda", dtype=dtype
+            )
             x = torch.randn(n, channels, height, width, device="cuda", dtype=dtype)
             yield module, x.to(memory_format=torch.channels_last).requires_grad_()
     for rows, k, n in MATRICES:

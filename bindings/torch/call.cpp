@@ -1,10 +1,13 @@
 #include "call.h"
 
+#include <sys/mman.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <string>
 
 #include "common/check.h"
+#include "failure.h"
 
 namespace fusewise::binding {
 namespace {
@@ -45,23 +48,46 @@ std::int32_t torch_dtype(DType dtype) {
   return aoti_torch_dtype_float32();
 }
 
-Device device_of(const char* name, const Tensor& tensor) {
-  if (tensor.is_cpu()) return {DeviceType::cpu, 0};
-  check(tensor.is_cuda(), name, ": expected a CPU or CUDA tensor");
-  return {DeviceType::cuda, tensor.get_device_index()};
+/// From this size on, malloc always maps fresh pages and unmaps them when they are freed.
+constexpr std::int64_t kAlwaysMapped = 32 << 20;
+
+/// The page faults of a large new tensor cost more than the arithmetic: asks for large pages. The
+/// hint ends with the tensor, because its memory is a mapping of its own.
+void prefer_large_pages(void* memory, std::int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr std::uintptr_t kPage = 2 << 20;
+  const auto address = reinterpret_cast<std::uintptr_t>(memory);
+  const std::uintptr_t begin = (address + kPage - 1) / kPage * kPage;
+  const std::uintptr_t end = (address + bytes) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+/// A new tensor, ready to be written.
+Tensor prepared(Tensor tensor) {
+  const std::int64_t bytes = bytes_of(tensor);
+  if (tensor.is_cpu() && bytes >= kAlwaysMapped) {
+    prefer_large_pages(tensor.mutable_data_ptr(), bytes);
+  }
+  return tensor;
 }
 
 Tensor empty_strided(const Tensor& like, std::int32_t dtype, std::int64_t rank,
                      const std::int64_t* sizes, const std::int64_t* strides) {
+  const Device device = device_of("x", like);
+  const bool cuda = device.type == DeviceType::cuda;
   AtenTensorHandle handle = nullptr;
-  const bool cuda = like.is_cuda();
-  const AOTITorchError status =
-      aoti_torch_empty_strided(rank, sizes, strides, dtype,
-                               cuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu(),
-                               cuda ? like.get_device_index() : 0, &handle);
-  // The stable ABI keeps only the fact that it failed; Python restores torch.OutOfMemoryError.
-  if (status != AOTI_TORCH_SUCCESS) throw OutOfMemory("out of memory: a result does not fit");
-  return Tensor(handle);
+  const AOTITorchError status = aoti_torch_empty_strided(
+      rank, sizes, strides, dtype,
+      cuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu(), device.index, &handle);
+  if (status != AOTI_TORCH_SUCCESS) {
+    std::int64_t bytes = aoti_torch_dtype_element_size(dtype);
+    for (std::int64_t d = 0; d < rank; ++d) {
+      check(!__builtin_mul_overflow(bytes, sizes[d], &bytes), "x: a result has too many elements");
+    }
+    fail_as_torch("a result", device, bytes);
+  }
+  return prepared(Tensor(handle));
 }
 
 bool is_dense_in(const Tensor& tensor, const std::vector<int>& order) {
@@ -76,6 +102,14 @@ bool is_dense_in(const Tensor& tensor, const std::vector<int>& order) {
 }
 
 }  // namespace
+
+Device device_of(const char* name, const Tensor& tensor) {
+  if (tensor.is_cpu()) return {DeviceType::cpu, 0};
+  check(tensor.is_cuda(), name, ": expected a CPU or CUDA tensor");
+  return {DeviceType::cuda, tensor.get_device_index()};
+}
+
+std::int64_t bytes_of(const Tensor& tensor) { return tensor.numel() * tensor.element_size(); }
 
 TensorView kind_of(const char* name, const Tensor& tensor) {
   TensorView view;
@@ -104,7 +138,9 @@ TensorView view_of(const char* name, const std::optional<Tensor>& tensor) {
 }
 
 Tensor dense(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+  if (tensor.is_contiguous()) return tensor;
+  return torch_call("a dense copy", device_of("x", tensor), bytes_of(tensor),
+                    [&] { return torch::stable::contiguous(tensor); });
 }
 
 std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
@@ -129,11 +165,8 @@ Tensor new_like(const Tensor& like) {
     const DType dtype = dtype_of("x", like);
     return empty_strided(like, torch_dtype(dtype), like.dim(), sizes.data(), strides.data());
   }
-  try {
-    return torch::stable::empty_like(like);
-  } catch (const std::exception&) {
-    throw OutOfMemory("out of memory: a result does not fit");
-  }
+  return prepared(torch_call("a result", device_of("x", like), bytes_of(like),
+                             [&] { return torch::stable::empty_like(like); }));
 }
 
 TensorView matrix_at(const TensorView& flat, std::int64_t offset, std::int64_t rows,

@@ -21,11 +21,15 @@ using torch::stable::Tensor;
 /// Data, dtype and device; sizes are left open. Throws as view_of.
 TensorView kind_of(const char* name, const Tensor& tensor);
 
+/// Throws Error naming the argument where the tensor is on a device that the core does not know.
+Device device_of(const char* name, const Tensor& tensor);
+std::int64_t bytes_of(const Tensor& tensor);
+
 /// Throws Error naming the argument where the tensor is of a kind that the core does not know.
 TensorView view_of(const char* name, const Tensor& tensor);
 TensorView view_of(const char* name, const std::optional<Tensor>& tensor);
 
-/// The tensor itself where it is dense, else a dense copy: for the small weights alone.
+/// The tensor itself where it is dense, else a dense copy. Throws OutOfMemory.
 Tensor dense(const Tensor& tensor);
 std::optional<Tensor> dense(const std::optional<Tensor>& tensor);
 

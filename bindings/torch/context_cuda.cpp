@@ -3,10 +3,11 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
 #include "call.h"
+#include "cuda/cuda_error.h"
+#include "failure.h"
 
 namespace fusewise::binding {
 namespace {
@@ -24,7 +25,7 @@ class TorchMemory : public Allocator {
         aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(),
                                  aoti_torch_device_type_cuda(), device_, &handle);
     if (status != AOTI_TORCH_SUCCESS) {
-      throw OutOfMemory("out of memory: no " + std::to_string(bytes) + " bytes of scratch");
+      fail_as_torch("scratch memory", {DeviceType::cuda, device_}, size);
     }
     Tensor tensor(handle);
     void* memory = tensor.mutable_data_ptr();
@@ -42,6 +43,22 @@ class TorchMemory : public Allocator {
 };
 
 }  // namespace
+
+/// An earlier kernel's failure ends the work of a whole context, and every call then reports it. A
+/// capture that forbids torch's allocations is invalid once one was tried.
+void check_works(Device device) {
+  if (device.type != DeviceType::cuda) return;
+  std::size_t free = 0, total = 0;
+  cuda::check_cuda(cudaMemGetInfo(&free, &total), "an earlier operation");
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &stream));
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  cuda::check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture),
+                   "the capture of a graph");
+  if (capture == cudaStreamCaptureStatusInvalidated) {
+    throw Error("CUDA: the capture of a graph failed: torch may not allocate memory in it");
+  }
+}
 
 struct CallContext::State {
   explicit State(std::int32_t device) : guard(device), memory(device) {}

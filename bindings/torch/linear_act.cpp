@@ -42,15 +42,6 @@ struct Rows {
   TensorView view;
 };
 
-/// A dense copy. Throws OutOfMemory: the stable ABI keeps only the fact that it failed.
-Tensor copied(const Tensor& tensor) {
-  try {
-    return torch::stable::contiguous(tensor);
-  } catch (const std::exception&) {
-    throw OutOfMemory("out of memory: a dense copy does not fit");
-  }
-}
-
 /// Without a copy where the leading dimensions can be walked as one, and, for `operand`, where
 /// libraries of products take it.
 Rows rows_of(const char* name, const Tensor& tensor, bool operand) {
@@ -72,7 +63,7 @@ Rows rows_of(const char* name, const Tensor& tensor, bool operand) {
     view.sizes[0] *= sizes[d];
   }
   if ((joined && (!operand || is_usable(view))) || tensor.numel() == 0) return {tensor, view};
-  return rows_of(name, copied(tensor), operand);
+  return rows_of(name, dense(tensor), operand);
 }
 
 struct Settings {
@@ -181,6 +172,8 @@ Backward backward(const CallContext& context, const Tensor& dy, const Tensor& x,
   check(m == call.x.sizes[0] && n == call.w.sizes[0], "dy: expected [", call.x.sizes[0], ", ",
         call.w.sizes[0], "], got ", call.dy);
   check(dtype == call.x.dtype, "dy: expected dtype ", call.x.dtype, ", got ", dtype);
+  // The gradient of a hidden layer has the strides that a hook on saved tensors gave its input.
+  const bool in_place = ours && has_adjacent_rows(call.dy);
   if (!identity) call.kept = kept_rows.view;
   call.activation = settings.activation;
   call.math = settings.math;
@@ -192,7 +185,7 @@ Backward backward(const CallContext& context, const Tensor& dy, const Tensor& x,
   if (x.is_cpu()) {
     const bool products = needs.dx || needs.dw;
     const bool same = identity;
-    Tensor dz = products && !same && !ours ? new_dense(x, dtype, {m, n}) : dy_rows.tensor;
+    Tensor dz = products && !same && !in_place ? new_dense(x, dtype, {m, n}) : dy_rows.tensor;
     if (products && !same) call.dz = rows_of("dz", dz, true).view;
     linear_act(context.get(), call);
     result.dx = new_dense(x, dtype, {0});
@@ -208,7 +201,7 @@ Backward backward(const CallContext& context, const Tensor& dy, const Tensor& x,
   const Rows dx_rows = rows_of("dx", result.dx, true), dw_rows = rows_of("dw", result.dw, true);
   if (needs.dx) call.dx = dx_rows.view;
   if (needs.dw) call.dw = dw_rows.view;
-  if (ours && !identity) call.dz = call.dy;
+  if (in_place && !identity) call.dz = call.dy;
   linear_act(context.get(), call);
   if (needs.dx && dx_rows.view.data != result.dx.const_data_ptr()) {
     torch::stable::copy_(result.dx, dx_rows.tensor);

@@ -6,7 +6,7 @@
 #include <atomic>
 #include <string>
 
-#include "fusewise/error.h"
+#include "failure.h"
 
 namespace fusewise::binding {
 namespace {
@@ -39,9 +39,15 @@ std::optional<Tensor> one_dnn(const Tensor& x, const Tensor& w, const std::optio
   return to<Tensor>(stack[0]);
 }
 
-/// Everything else has been checked before, and the stable ABI keeps only the fact that it failed.
-void check_product(AOTITorchError status) {
-  if (status != AOTI_TORCH_SUCCESS) throw OutOfMemory("out of memory: a product does not fit");
+/// One of torch's operators, whose result is as large as `rows` x `columns` elements of `like`.
+template <std::size_t kArguments>
+Tensor product(const char* name, std::array<StableIValue, kArguments>& stack, const Tensor& like,
+               std::int64_t rows, std::int64_t columns) {
+  if (torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
+    fail_as_torch(name, device_of("x", like),
+                  rows * columns * static_cast<std::int64_t>(like.element_size()));
+  }
+  return to<Tensor>(stack[0]);
 }
 
 /// Of x [..., K] and a matrix that makes `columns` of its K.
@@ -51,22 +57,22 @@ bool is_for_one_dnn(const Tensor& x, std::int64_t columns) {
 
 Tensor multiply(const Tensor& a, const Tensor& b) {
   std::array<StableIValue, 2> stack{from(a), from(b)};
-  check_product(torch_call_dispatcher("aten::mm", "", stack.data(), TORCH_ABI_VERSION));
-  return to<Tensor>(stack[0]);
+  return product("aten::mm", stack, a, a.size(0), b.size(1));
 }
 
 }  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b) {
-  const bool many_rows = x.numel() >= kRowsForOneDnn * x.size(-1);
-  const bool tries = many_rows && is_for_one_dnn(x, w.size(0));
+  std::int64_t rows = 1;
+  for (int d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  const bool tries = rows >= kRowsForOneDnn && is_for_one_dnn(x, w.size(0));
   if (tries) {
     if (auto result = one_dnn(x, w, b)) return *result;
   }
   std::array<StableIValue, 3> stack{from(x), from(w), from(b)};
-  check_product(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  const Tensor result = product("aten::linear", stack, x, rows, w.size(0));
   if (tries) one_dnn_missing = true;  // where memory was missing, it would have been here, too
-  return to<Tensor>(stack[0]);
+  return result;
 }
 
 Tensor back(const Tensor& dz, const Tensor& w) {
@@ -81,7 +87,9 @@ Tensor back(const Tensor& dz, const Tensor& w) {
 
 Tensor outer(const Tensor& dz, const Tensor& x) {
   const std::vector<std::int64_t> shape{dz.size(0), x.size(-1)};
-  const Tensor rows = x.dim() == 2 ? x : torch::stable::reshape(x, shape);
+  const Tensor rows = x.dim() == 2 ? x
+                                   : torch_call("aten::reshape", device_of("x", x), bytes_of(x),
+                                                [&] { return torch::stable::reshape(x, shape); });
   return multiply(torch::stable::transpose(dz, 0, 1), rows);
 }
 

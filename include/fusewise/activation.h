@@ -5,22 +5,25 @@
 
 namespace fusewise {
 
-/// The pointwise functions behind a linear map. All let NaN through.
+/// The pointwise functions behind a linear map; each operator lists those it takes. All let NaN
+/// through.
 enum class Activation {
   identity,
   relu,
   gelu,       ///< z Phi(z), exact, by the error function
   gelu_tanh,  ///< its approximation z / 2 (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3)))
   silu,       ///< z / (1 + exp(-z))
+  hardswish,  ///< z min(max(z + 3, 0), 6) / 6, for Squeeze-and-Excitation alone
 };
 
+/// Those of linear_act and mlp.
 inline constexpr Activation kActivations[] = {Activation::identity, Activation::relu,
                                               Activation::gelu, Activation::gelu_tanh,
                                               Activation::silu};
 
 /// By name, as in "gelu_tanh"; throws Error that lists the names of `known`.
 Activation activation_from(std::string_view name, std::span<const Activation> known = kActivations);
-/// "identity", "relu", "gelu", "gelu_tanh", "silu".
+/// "identity", "relu", "gelu", "gelu_tanh", "silu", "hardswish".
 const char* name_of(Activation activation);
 
 }  // namespace fusewise

@@ -24,6 +24,7 @@
 /// Everything between them is float32 (float64 for float64).
 /// Layouts: x, y, the latent, the score and their gradients may have any strides. Weights and their
 /// gradients are dense.
+/// Memory: see tensor.h; no output may overlap an input or another output.
 /// Errors: `Error`, before anything is written.
 namespace fusewise {
 

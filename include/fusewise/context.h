@@ -26,6 +26,7 @@ class Executor {
   virtual ~Executor() = default;
   virtual int threads() const = 0;
   /// Calls body on disjoint ranges that together cover [0, count), and returns when all are done.
+  /// While it waits it may run other work on this thread, calls of this library among it.
   virtual void parallel_for(std::int64_t count, Body body, void* state) = 0;
 };
 

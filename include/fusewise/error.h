@@ -12,10 +12,10 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Scratch memory could not be had.
+/// Memory could not be had. The message begins with "out of memory: ".
 class OutOfMemory : public Error {
  public:
-  using Error::Error;
+  explicit OutOfMemory(const std::string& message) : Error("out of memory: " + message) {}
 };
 
 }  // namespace fusewise

@@ -18,6 +18,8 @@
 /// at any distance; others are refused, except dy, which may have any strides. Any size may be 0.
 /// The products are cuBLASLt's on CUDA. On the CPU they are the library's own loops, unless the
 /// caller has better ones: then he passes z and takes dz, and the rest is done here.
+/// Memory: see tensor.h; no output may overlap an input or another output, except that y or kept
+/// may be z and dz may be dy, each as the same tensor, where their descriptions say so.
 /// Errors: `Error`, before anything is written.
 namespace fusewise {
 
@@ -27,9 +29,10 @@ struct ProductMath {
   bool tf32 = false;
   /// Partial sums of half products may be added in half.
   bool reduced_sums = false;
-  /// The first call of a kind measures the vendor's algorithms and keeps the fastest, in memory and
-  /// in `fusewise/products` of the user's cache folder. Otherwise, and while a graph is captured,
-  /// the vendor's own first choice is taken, as with FUSEWISE_TUNE=0 in the environment.
+  /// The first call with these weights' sizes and an octave of row counts measures cuBLASLt's
+  /// algorithms and keeps the fastest, in memory and in `fusewise/products` of the user's cache
+  /// folder. Otherwise, and while a graph is captured, cuBLASLt's own first choice is taken, as with
+  /// FUSEWISE_TUNE=0 in the environment.
   bool tune = true;
 };
 

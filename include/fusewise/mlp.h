@@ -9,7 +9,8 @@
 ///     y_0 = x,    y_i = act_i(y_{i-1} W_i^T + b_i)    for i = 1 ... n
 ///
 /// All but the last have one activation, the last its own. Types, layouts and errors are those of
-/// linear_act.h.
+/// linear_act.h. No output may overlap an input or another output, except that forward may write y
+/// of layers that are not neighbours to the same memory.
 namespace fusewise {
 
 struct MlpLayer {

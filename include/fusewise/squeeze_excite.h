@@ -18,12 +18,14 @@
 /// float32 beside half x. Pooled values, dot products and gates are float32 (float64 for float64).
 /// Layouts: contiguous NCHW and channels-last are native; any other strides work too, and x, y, dy
 /// and dx may each have their own. Weights, biases and their gradients are dense.
+/// Memory: see tensor.h; no output may overlap an input or another output.
 /// Errors: `Error`, before anything is written.
 namespace fusewise {
 
 enum class Gate { sigmoid, hardsigmoid };
 
-inline constexpr Activation kSqueezeExciteActivations[] = {Activation::silu, Activation::relu};
+inline constexpr Activation kSqueezeExciteActivations[] = {Activation::silu, Activation::relu,
+                                                           Activation::hardswish};
 
 /// By name, as in "sigmoid"; throws Error that lists the known names.
 Gate gate_from(std::string_view name);
@@ -34,7 +36,7 @@ struct SqueezeExciteForward {
   TensorView b1;                             ///< in, [R], may be absent
   TensorView w2;                             ///< in, [C, R] or [C, R, 1, 1]
   TensorView b2;                             ///< in, [C], may be absent
-  Activation activation = Activation::silu;  ///< silu or relu
+  Activation activation = Activation::silu;  ///< one of kSqueezeExciteActivations
   Gate gate = Gate::sigmoid;
   TensorView y;  ///< out, [N, C, H, W], x's type
 

@@ -28,6 +28,11 @@ std::string name_of(Device device);
 
 /// A tensor that somebody else owns: pointer, type, shape, and strides in elements.
 /// A default-constructed view stands for an argument that is absent.
+///
+/// Inputs may overlap each other and, with strides of 0, themselves. An output has memory of its
+/// own, and each of its elements has: from the smallest stride on, each reaches over what the
+/// smaller ones cover. What breaks this is refused. Tensors that interleave, as two slices of one
+/// tensor do, are told apart where their strides agree, and refused otherwise.
 struct TensorView {
   static constexpr int kMaxRank = 6;
 

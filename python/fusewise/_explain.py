@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._settings import settings
+from ._settings import TORCH, settings
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Record:
     input: str
     """Shape, dtype and device of the first argument."""
     candidates: tuple[Candidate, ...]
+    why: str = ""
+    """Why torch's own operators run although nobody forced them; empty elsewhere."""
 
     @property
     def chosen(self) -> str:
@@ -41,7 +43,8 @@ class Record:
         return [candidate.name for candidate in self.candidates if candidate.able]
 
     def __str__(self):
-        lines = [f"{self.operator} {self.direction} {self.input}: {self.chosen}"]
+        because = f", because {self.why}" if self.why else ""
+        lines = [f"{self.operator} {self.direction} {self.input}: {self.chosen}{because}"]
         for candidate in self.candidates:
             if not candidate.chosen:
                 why = f"declines: {candidate.reason}" if candidate.reason else "would take it too"
@@ -85,5 +88,15 @@ def record(operator: str, direction: str, x: torch.Tensor, answer: str) -> None:
     candidates = tuple(
         Candidate(name, chosen == "1", reason, able == "1") for name, chosen, able, reason in fields
     )
-    described = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device}"
-    settings.records.append(Record(operator, direction, described, candidates))
+    settings.records.append(Record(operator, direction, _described(x), candidates))
+
+
+def record_torch(operator: str, x: torch.Tensor, y: torch.Tensor, why: str = "") -> None:
+    """Adds that torch's own operators have made y of x, and make its gradients."""
+    candidates = (Candidate(TORCH, True, "", True),)
+    for direction in ("forward", "backward")[: 1 + y.requires_grad]:
+        settings.records.append(Record(operator, direction, _described(x), candidates, why))
+
+
+def _described(x: torch.Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} {x.device}"

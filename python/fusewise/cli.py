@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 from . import __version__
+from ._amx import avoid_broken_amx
 from ._usage import UsageError
+
+_COMPUTING = ("bench", "check", "lesson", "profile")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -20,6 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     chosen = _parser().parse_args(arguments)
     chosen.arguments = arguments
+    if chosen.command in _COMPUTING and avoid_broken_amx():
+        print(
+            "this machine's AMX instructions do not work: bfloat16 on the CPU runs without them",
+            file=sys.stderr,
+        )
     try:
         return chosen.run(chosen)
     except UsageError as error:

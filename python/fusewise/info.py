@@ -42,6 +42,7 @@ def lines() -> list[str]:
     for family in FAMILIES.values():
         for device in ["cpu"] + ["cuda"] * (not CUDA_MISSING and torch.cuda.is_available()):
             text += _implementations(family, device)
+    text.append('every operator, where it is forced: "torch", which is torch\'s own operators')
     return text
 
 

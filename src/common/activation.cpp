@@ -15,6 +15,8 @@ const char* name_of(Activation activation) {
       return "gelu_tanh";
     case Activation::silu:
       return "silu";
+    case Activation::hardswish:
+      return "hardswish";
   }
   return "unknown";
 }

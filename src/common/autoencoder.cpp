@@ -2,8 +2,11 @@
 
 #include "fusewise/autoencoder.h"
 
+#include <array>
+
 #include "common/backends.h"
 #include "common/check.h"
+#include "common/overlap.h"
 #include "fusewise/safetensors.h"
 
 namespace fusewise {
@@ -126,6 +129,20 @@ void check_outputs(const char* names, const TensorView& y, const TensorView& lat
   check(given == 1, names, ": expected exactly one of them, got ", given);
 }
 
+constexpr std::size_t kWeights = std::size(kAutoencoderWeights);
+
+/// The names of the weights' gradients, in the weights' order.
+const std::array<std::string, kWeights>& gradient_names() {
+  static const auto names = [] {
+    std::array<std::string, kWeights> made;
+    for (std::size_t i = 0; i < kWeights; ++i) {
+      made[i] = std::string("d") + kAutoencoderWeights[i].name;
+    }
+    return made;
+  }();
+  return names;
+}
+
 void check_call(const Context& context, const AutoencoderForward& call) {
   const Device device = context.device;
   const AutoencoderSizes size = check_inputs(call.x, call.weights, device);
@@ -145,15 +162,43 @@ void check_call(const Context& context, const AutoencoderBackward& call) {
   if (call.dscore.defined()) check_score("dscore", call.dscore, call.x, device);
   check_projection(call.projection, call.x, size.latent, device);
   if (call.dx.defined()) check_rows("dx", call.dx, call.x, device);
-  for (const auto& [weight, name, state] : kAutoencoderWeights) {
+  for (std::size_t i = 0; i < kWeights; ++i) {
+    const AutoencoderWeight weight = kAutoencoderWeights[i].weight;
     const TensorView& t = call.gradients.*weight;
     if (!t.defined()) continue;
-    const std::string gradient = std::string("d") + name;
-    check_present(gradient.c_str(), t, device);
-    check_shape(gradient.c_str(), t, expected_shape(weight, size));
-    check_dtype(gradient.c_str(), t, call.weights.basis.dtype, " as the weights");
-    check_dense(gradient.c_str(), t);
+    const char* name = gradient_names()[i].c_str();
+    check_present(name, t, device);
+    check_shape(name, t, expected_shape(weight, size));
+    check_dtype(name, t, call.weights.basis.dtype, " as the weights");
+    check_dense(name, t);
   }
+}
+
+void check_memory(const AutoencoderForward& call) {
+  const Argument outputs[] = {{"y", call.y},
+                              {"latent", call.latent},
+                              {"score", call.score},
+                              {"projection", call.projection}};
+  std::vector<Argument> inputs{{"x", call.x}};
+  for (const auto& [weight, name, state] : kAutoencoderWeights) {
+    inputs.push_back({name, call.weights.*weight});
+  }
+  check_outputs(outputs, inputs);
+}
+
+void check_memory(const AutoencoderBackward& call) {
+  std::vector<Argument> outputs{{"dx", call.dx}};
+  std::vector<Argument> inputs{{"dy", call.dy},
+                               {"dlatent", call.dlatent},
+                               {"dscore", call.dscore},
+                               {"x", call.x},
+                               {"projection", call.projection}};
+  for (std::size_t i = 0; i < kWeights; ++i) {
+    const auto& [weight, name, state] = kAutoencoderWeights[i];
+    outputs.push_back({gradient_names()[i].c_str(), call.gradients.*weight});
+    inputs.push_back({name, call.weights.*weight});
+  }
+  check_outputs(outputs, inputs);
 }
 
 }  // namespace
@@ -180,11 +225,13 @@ AutoencoderWeights autoencoder_weights(const Safetensors& file) {
 
 void autoencoder(const Context& context, const AutoencoderForward& call) {
   check_call(context, call);
+  check_memory(call);
   run_on_device(context, call, cpu::autoencoder_forward, cuda::autoencoder_forward);
 }
 
 void autoencoder(const Context& context, const AutoencoderBackward& call) {
   check_call(context, call);
+  check_memory(call);
   run_on_device(context, call, cpu::autoencoder_backward, cuda::autoencoder_backward);
 }
 

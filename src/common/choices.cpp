@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
+#include <unordered_set>
 
 namespace fusewise {
 namespace {
@@ -52,6 +53,18 @@ class Lock {
   bool held_ = false;
 };
 
+/// Both lists. Of a key that stands in both, the added entry stays.
+ChoiceFile::Entries merged(ChoiceFile::Entries entries, const ChoiceFile::Entries& added) {
+  std::unordered_set<std::string> replaced;
+  for (const auto& [key, value] : added) replaced.insert(key);
+  std::erase_if(entries, [&](const auto& entry) { return replaced.contains(entry.first); });
+  entries.insert(entries.end(), added.begin(), added.end());
+  if (entries.size() > ChoiceFile::kMostEntries) {
+    entries.erase(entries.begin(), entries.end() - ChoiceFile::kMostEntries);
+  }
+  return entries;
+}
+
 }  // namespace
 
 std::filesystem::path ChoiceFile::in_cache_folder(const char* name) {
@@ -89,21 +102,19 @@ ChoiceFile::Entries ChoiceFile::read(std::string& problem) const {
         checksum(line.substr(0, last)) != line.substr(last + 1)) {
       return damaged("line " + std::to_string(number) + " is damaged");
     }
-    entries[line.substr(0, first)] = line.substr(first + 1, last - first - 1);
+    entries.emplace_back(line.substr(0, first), line.substr(first + 1, last - first - 1));
   }
   return entries;
 }
 
-bool ChoiceFile::add(const std::string& key, const std::string& value, bool replace) const {
+bool ChoiceFile::add(const Entries& added) const {
   if (path_.empty()) return false;
   std::error_code error;
   std::filesystem::create_directories(path_.parent_path(), error);
   const Lock lock(path_.string() + ".lock");
   if (!lock.held()) return false;
   std::string ignored;
-  Entries entries = read(ignored);
-  if (replace) entries.erase(key);
-  entries.try_emplace(key, value);
+  const Entries entries = merged(read(ignored), added);
 
   const std::filesystem::path fresh = path_.string() + "." + std::to_string(::getpid());
   {

@@ -3,8 +3,9 @@
 // Choices that were measured once and outlive the process: a text file of keys and values.
 
 #include <filesystem>
-#include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace fusewise {
 
@@ -12,7 +13,10 @@ namespace fusewise {
 /// loses what another has added. Keys and values hold neither tabs nor line ends.
 class ChoiceFile {
  public:
-  using Entries = std::map<std::string, std::string>;
+  using Entry = std::pair<std::string, std::string>;
+  using Entries = std::vector<Entry>;  ///< oldest first; no key twice
+  /// A file never holds more: the oldest entries make room for new ones.
+  static constexpr std::size_t kMostEntries = 4096;
 
   /// An empty path stands for no file at all: nothing is read, nothing kept.
   explicit ChoiceFile(std::filesystem::path path) : path_(std::move(path)) {}
@@ -25,10 +29,10 @@ class ChoiceFile {
   /// `problem` says what is wrong with it.
   Entries read(std::string& problem) const;
 
-  /// Adds an entry; one of the same key that is there already stays, unless it is to be replaced. A
-  /// damaged file is written anew. Returns false where the file cannot be written, or others hold
-  /// it for more than a second: then the choice lives as long as the process.
-  bool add(const std::string& key, const std::string& value, bool replace = false) const;
+  /// Adds entries, no key twice, in one atomic write. An entry of the same key in the file is
+  /// replaced. A damaged file is written anew. Returns false where the file cannot be written, or
+  /// others hold it for more than a second: then the choices live as long as the process.
+  bool add(const Entries& entries) const;
 
  private:
   std::filesystem::path path_;

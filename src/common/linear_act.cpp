@@ -5,6 +5,7 @@
 #include "common/backends.h"
 #include "common/check.h"
 #include "common/matrix.h"
+#include "common/overlap.h"
 
 namespace fusewise {
 namespace {
@@ -12,6 +13,9 @@ namespace {
 struct Sizes {
   std::int64_t m, n, k;
 };
+
+/// Throws for those that linear maps do not have.
+void check_activation(Activation activation) { activation_from(name_of(activation), kActivations); }
 
 void check_floating(const char* name, const TensorView& t) {
   check(t.dtype != DType::u8, name, ": expected a floating dtype, got uint8");
@@ -72,6 +76,7 @@ void check_kept(const TensorView& kept, Activation activation, std::int64_t m, s
 }  // namespace
 
 void check_call(const Context& context, const LinearActForward& call) {
+  check_activation(call.activation);
   const Device device = context.device;
   if (!call.z.defined() && call.x.defined()) check_floating("x", call.x);
   check(call.y.defined(), "y: is missing");
@@ -100,6 +105,7 @@ void check_call(const Context& context, const LinearActForward& call) {
 }
 
 void check_call(const Context& context, const LinearActBackward& call) {
+  check_activation(call.activation);
   const Device device = context.device;
   check(call.dy.defined(), "dy: is missing");
   check(call.dy.rank == 2, "dy: expected 2 dimensions [M, N], got ", call.dy);
@@ -126,11 +132,25 @@ void check_call(const Context& context, const LinearActBackward& call) {
 
 void linear_act(const Context& context, const LinearActForward& call) {
   check_call(context, call);
+  // Where z is one of the outputs, it is held against the other one as that.
+  const bool keeps_z = call.kept.defined() && call.activation != Activation::relu;
+  const bool in_place = is_same(call.z, keeps_z ? call.kept : call.y);
+  const TensorView absent;
+  const Argument outputs[] = {{"y", call.y}, {"kept", call.kept}};
+  const Argument inputs[] = {
+      {"x", call.x}, {"w", call.w}, {"b", call.b}, {"z", in_place ? absent : call.z}};
+  check_outputs(outputs, inputs);
   run_on_device(context, call, cpu::linear_act_forward, cuda::linear_act_forward);
 }
 
 void linear_act(const Context& context, const LinearActBackward& call) {
   check_call(context, call);
+  const bool in_place = is_same(call.dz, call.dy);
+  const TensorView absent;
+  const Argument outputs[] = {{"dx", call.dx}, {"dw", call.dw}, {"db", call.db}, {"dz", call.dz}};
+  const Argument inputs[] = {
+      {"dy", in_place ? absent : call.dy}, {"x", call.x}, {"w", call.w}, {"kept", call.kept}};
+  check_outputs(outputs, inputs);
   run_on_device(context, call, cpu::linear_act_backward, cuda::linear_act_backward);
 }
 

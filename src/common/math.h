@@ -34,6 +34,11 @@ FUSEWISE_HOST_DEVICE inline A sigmoid(A z) {
   return A(1) / (A(1) + exp(-z));
 }
 
+template <typename A>
+FUSEWISE_HOST_DEVICE inline A clamp_to_6(A z) {
+  return z < A(0) ? A(0) : z > A(6) ? A(6) : z;
+}
+
 template <Activation kKind, typename A>
 FUSEWISE_HOST_DEVICE inline A activate(A z) {
   if constexpr (kKind == Activation::relu) return z < A(0) ? A(0) : z;
@@ -44,11 +49,13 @@ FUSEWISE_HOST_DEVICE inline A activate(A z) {
   if constexpr (kKind == Activation::gelu_tanh) {
     return A(0.5) * z * (A(1) + tanh(gelu_argument(z)));
   }
+  if constexpr (kKind == Activation::hardswish) return z * (clamp_to_6(z + A(3)) / A(6));
   return z;
 }
 
-/// The gradient before the activation, from the one behind it. relu selects and does not multiply,
-/// as torch: where it is closed, not even NaN comes through.
+/// The gradient before the activation, from the one behind it. relu and hardswish select and do not
+/// multiply, as torch: where they are closed, not even NaN comes through. hardswish has the slope 0
+/// at -3, 1 at 3, and 1 where z is NaN.
 template <Activation kKind, typename A>
 FUSEWISE_HOST_DEVICE inline A activation_gradient(A z, A gradient) {
   if constexpr (kKind == Activation::relu) return z <= A(0) ? A(0) : gradient;
@@ -66,26 +73,32 @@ FUSEWISE_HOST_DEVICE inline A activation_gradient(A z, A gradient) {
     const A slope = A(0.79788456080286536) * (A(1) + A(3 * 0.044715) * z * z);
     return gradient * (A(0.5) * (A(1) + t) + A(0.5) * z * (A(1) - t * t) * slope);
   }
+  if constexpr (kKind == Activation::hardswish) {
+    if (z <= A(-3)) return A(0);
+    return z < A(3) ? gradient * (z / A(3) + A(0.5)) : gradient;
+  }
   return gradient;
 }
 
-/// For those that know the function only at run time: silu or relu.
+/// For callers that know the function only at run time: one of kSqueezeExciteActivations.
 template <typename A>
 FUSEWISE_HOST_DEVICE inline A activate(Activation kind, A z) {
-  return kind == Activation::relu ? activate<Activation::relu>(z) : activate<Activation::silu>(z);
+  if (kind == Activation::relu) return activate<Activation::relu>(z);
+  if (kind == Activation::hardswish) return activate<Activation::hardswish>(z);
+  return activate<Activation::silu>(z);
 }
 
 template <typename A>
 FUSEWISE_HOST_DEVICE inline A activation_gradient(Activation kind, A z, A gradient) {
-  return kind == Activation::relu ? activation_gradient<Activation::relu>(z, gradient)
-                                  : activation_gradient<Activation::silu>(z, gradient);
+  if (kind == Activation::relu) return activation_gradient<Activation::relu>(z, gradient);
+  if (kind == Activation::hardswish) return activation_gradient<Activation::hardswish>(z, gradient);
+  return activation_gradient<Activation::silu>(z, gradient);
 }
 
 template <typename A>
 FUSEWISE_HOST_DEVICE inline A open_gate(Gate kind, A z) {
   if (kind == Gate::sigmoid) return sigmoid(z);
-  const A t = z + A(3);
-  return (t < A(0) ? A(0) : t > A(6) ? A(6) : t) / A(6);
+  return clamp_to_6(z + A(3)) / A(6);
 }
 
 /// The gradient before the gate, from the one behind it and the gate's value g, which forward keeps

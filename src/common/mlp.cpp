@@ -3,10 +3,12 @@
 #include "fusewise/mlp.h"
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "common/check.h"
 #include "common/linear_act.h"
+#include "common/overlap.h"
 #include "common/scratch.h"
 
 namespace fusewise {
@@ -91,6 +93,61 @@ std::vector<LinearActBackward> steps_of(const MlpBackward& call, const Reach& re
   return steps;
 }
 
+/// A stack's tensors by name, each of a layer with the layer's number in front.
+class Arguments {
+ public:
+  explicit Arguments(std::size_t layers) { names_.reserve(kMostOfALayer * layers); }
+
+  void add(const char* name, const TensorView& view) { found_.push_back({name, view}); }
+  void add(std::size_t layer, const char* name, const TensorView& view) {
+    if (!view.defined()) return;
+    names_.push_back("layer " + std::to_string(layer) + ": " + name);
+    add(names_.back().c_str(), view);
+  }
+  operator std::span<const Argument>() const { return found_; }
+
+ private:
+  static constexpr std::size_t kMostOfALayer = 3;
+  std::vector<std::string> names_;  // never moved, because arguments point into it
+  std::vector<Argument> found_;
+};
+
+/// Layers that are not neighbours may have their y in the same memory; all else is apart.
+void check_memory(const MlpForward& call) {
+  const std::size_t layers = call.layers.size();
+  Arguments inputs(layers), outputs(layers), kept(layers);
+  inputs.add("x", call.x);
+  for (std::size_t i = 0; i < layers; ++i) {
+    inputs.add(i, "w", call.layers[i].w);
+    inputs.add(i, "b", call.layers[i].b);
+    outputs.add(i, "y", call.layers[i].y);
+    kept.add(i, "kept", call.layers[i].kept);
+  }
+  check_outputs(kept, inputs);
+  check_outputs(kept, outputs);
+  const std::span<const Argument> y = outputs;
+  for (std::size_t i = 0; i < layers; ++i) {
+    check_outputs(y.subspan(i, 1), inputs);
+    if (i > 0) check_outputs(y.subspan(i, 1), y.subspan(i - 1, 1));
+  }
+}
+
+void check_memory(const MlpBackward& call) {
+  const std::size_t layers = call.layers.size();
+  Arguments inputs(layers), outputs(layers);
+  inputs.add("dy", call.dy);
+  inputs.add("x", call.x);
+  outputs.add("dx", call.dx);
+  for (std::size_t i = 0; i < layers; ++i) {
+    inputs.add(i, "w", call.layers[i].w);
+    inputs.add(i, "y", call.layers[i].y);
+    inputs.add(i, "kept", call.layers[i].kept);
+    outputs.add(i, "dw", call.layers[i].dw);
+    outputs.add(i, "db", call.layers[i].db);
+  }
+  check_outputs(outputs, inputs);
+}
+
 }  // namespace
 
 void mlp(const Context& context, const MlpForward& call) {
@@ -99,6 +156,7 @@ void mlp(const Context& context, const MlpForward& call) {
   for (std::size_t i = 0; i < steps.size(); ++i) {
     in_layer(i, [&] { check_call(context, steps[i]); });
   }
+  check_memory(call);
   for (const LinearActForward& step : steps) linear_act(context, step);
 }
 
@@ -115,6 +173,7 @@ void mlp(const Context& context, const MlpBackward& call) {
   for (std::size_t i = 0; i < steps.size(); ++i) {
     in_layer(call.layers.size() - 1 - i, [&] { check_call(context, steps[i]); });
   }
+  check_memory(call);
   for (const LinearActBackward& step : steps) linear_act(context, step);
 }
 

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <set>
 
 #include "common/check.h"
 
@@ -25,9 +26,11 @@ constexpr Type kTypes[] = {{"F32", 4}, {"F64", 8}, {"F16", 2},  {"BF16", 2},    
                            {"I32", 4}, {"I16", 2}, {"I8", 1},   {"U64", 8},     {"U32", 4},
                            {"U16", 2}, {"U8", 1},  {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}};
 
-/// a * b, or false where that does not fit.
+constexpr std::uint64_t kLargest = std::numeric_limits<std::int64_t>::max();
+
+/// a * b, or false where that does not fit an int64.
 bool multiply(std::uint64_t a, std::uint64_t b, std::uint64_t& product) {
-  if (b != 0 && a > std::numeric_limits<std::int64_t>::max() / b) return false;
+  if (b != 0 && a > kLargest / b) return false;
   product = a * b;
   return true;
 }
@@ -41,15 +44,14 @@ class Json {
   template <typename Member>
   void object(const Member& member) {
     expect('{');
-    std::vector<std::string> seen;
+    // A tree, not a hash table: its cost has a bound that no choice of names can break.
+    std::set<std::string> seen;
     if (skip('}')) return;
     do {
-      std::string name = text();
-      check(std::find(seen.begin(), seen.end(), name) == seen.end(), "header: '", name,
-            "' is there twice");
+      const auto [name, is_new] = seen.insert(text());
+      check(is_new, "header: '", *name, "' is there twice");
       expect(':');
-      member(name);
-      seen.push_back(std::move(name));
+      member(*name);
     } while (skip(','));
     expect('}');
   }
@@ -63,14 +65,16 @@ class Json {
     expect(']');
   }
 
+  /// At most the largest int64.
   std::uint64_t number() {
     space();
     const std::size_t begin = at_;
     std::uint64_t value = 0;
     while (at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9') {
-      std::uint64_t tenfold;
-      check(multiply(value, 10, tenfold), "header: the number at byte ", begin, " is too large");
-      value = tenfold + (text_[at_++] - '0');
+      const std::uint64_t digit = text_[at_++] - '0';
+      check(multiply(value, 10, value) && value <= kLargest - digit, "header: the number at byte ",
+            begin, " is too large");
+      value += digit;
     }
     check(at_ > begin, "header: expected a whole number at byte ", begin);
     check(at_ == begin + 1 || text_[begin] != '0', "header: a number begins with 0 at byte ",
@@ -196,10 +200,15 @@ Told read_tensor(Json& json, const std::string& name, std::uint64_t data_bytes) 
   told.end = offsets[1];
   check(told.begin <= told.end && told.end <= data_bytes, "'", name, "': data_offsets [",
         told.begin, ", ", told.end, "] do not lie in the ", data_bytes, " bytes of data");
+  // A size of 0 must not hide an overflow of the others: strides are their product.
   std::uint64_t bytes = type->bytes;
+  bool empty = false;
   for (const std::int64_t size : told.shape) {
-    check(multiply(bytes, size, bytes), "'", name, "': its shape has too many elements");
+    empty = empty || size == 0;
+    check(size == 0 || multiply(bytes, size, bytes), "'", name,
+          "': its shape has too many elements");
   }
+  if (empty) bytes = 0;
   check(bytes == told.end - told.begin, "'", name, "': its shape needs ", bytes,
         " bytes, its data_offsets have ", told.end - told.begin);
   return told;

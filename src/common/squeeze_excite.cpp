@@ -4,6 +4,7 @@
 
 #include "common/backends.h"
 #include "common/check.h"
+#include "common/overlap.h"
 
 namespace fusewise {
 namespace {
@@ -115,11 +116,22 @@ Gate gate_from(std::string_view name) {
 
 void squeeze_excite(const Context& context, const SqueezeExciteForward& call) {
   check_call(context, call);
+  const Argument outputs[] = {
+      {"y", call.y}, {"pooled", call.pooled}, {"hidden", call.hidden}, {"gates", call.gates}};
+  const Argument inputs[] = {
+      {"x", call.x}, {"w1", call.w1}, {"b1", call.b1}, {"w2", call.w2}, {"b2", call.b2}};
+  check_outputs(outputs, inputs);
   run_on_device(context, call, cpu::squeeze_excite_forward, cuda::squeeze_excite_forward);
 }
 
 void squeeze_excite(const Context& context, const SqueezeExciteBackward& call) {
   check_call(context, call);
+  const Argument outputs[] = {
+      {"dx", call.dx}, {"dw1", call.dw1}, {"db1", call.db1}, {"dw2", call.dw2}, {"db2", call.db2}};
+  const Argument inputs[] = {{"dy", call.dy},      {"x", call.x},           {"w1", call.w1},
+                             {"w2", call.w2},      {"pooled", call.pooled}, {"hidden", call.hidden},
+                             {"gates", call.gates}};
+  check_outputs(outputs, inputs);
   run_on_device(context, call, cpu::squeeze_excite_backward, cuda::squeeze_excite_backward);
 }
 

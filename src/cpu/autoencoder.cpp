@@ -7,7 +7,9 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <new>
+#include <utility>
 
 #include "common/backends.h"
 #include "cpu/autoencoder_kernels.h"
@@ -56,6 +58,25 @@ class Kept {
   static constexpr std::align_val_t kAlignment{64};
   A* data_ = nullptr;
   Index size_ = 0;
+};
+
+/// What a thread keeps, taken out of its place for a while. While a loop of this call waits, an
+/// executor may run another call on the same thread: that one finds the place empty and makes its
+/// own.
+template <typename T>
+class Taken {
+ public:
+  explicit Taken(std::unique_ptr<T>& place)
+      : place_(place), value_(place ? std::move(place) : std::make_unique<T>()) {}
+  ~Taken() { place_ = std::move(value_); }
+  Taken(const Taken&) = delete;
+  Taken& operator=(const Taken&) = delete;
+
+  T* operator->() const { return value_.get(); }
+
+ private:
+  std::unique_ptr<T>& place_;
+  std::unique_ptr<T> value_;
 };
 
 // Weights. ---------------------------------------------------------------------------------------
@@ -145,8 +166,8 @@ struct Folding {
 
 /// Kept for each instruction set by itself, as their sums differ in the last bits.
 template <typename A, const KernelSet& kKernels>
-Folding<A>& folding() {
-  thread_local Folding<A> kept;
+std::unique_ptr<Folding<A>>& folding() {
+  thread_local std::unique_ptr<Folding<A>> kept;
   return kept;
 }
 
@@ -192,7 +213,8 @@ struct Forward {
     std::atomic<Index> next{0};
     parallel_for(context, workers, [&](Index begin, Index end) {
       thread_local Kept<A> scratch;
-      const Model<A> model = folding<A, kSet>().model(weight_kernels, call.weights);
+      const Taken folded(folding<A, kSet>());
+      const Model<A> model = folded->model(weight_kernels, call.weights);
       const auto x = frames_of<const T>(call.x, model.sizes);
       const auto out = outputs_of<T, A>(call.y, call.latent, call.score, model.sizes);
       A* memory = scratch.at_least(kernels.scratch(model.sizes, false));
@@ -262,12 +284,14 @@ struct Backward {
                                 : in_steps((rows + kGroups - 1) / kGroups, kGroupRows);
     const Index groups = std::max<Index>(1, (rows + per_group - 1) / per_group);
     const Layout layout(call, sizes_of(call.weights));
-    thread_local Kept<A> kept;
-    A* sums = kept.at_least(groups * layout.all);
+    thread_local std::unique_ptr<Kept<A>> place;
+    const Taken kept(place);
+    A* sums = kept->at_least(groups * layout.all);
 
     parallel_for(context, groups, [&](Index begin, Index end) {
       thread_local Kept<A> scratch;
-      const Model<A> model = folding<A, kSet>().model(weight_kernels, call.weights);
+      const Taken folded(folding<A, kSet>());
+      const Model<A> model = folded->model(weight_kernels, call.weights);
       const auto x = frames_of<const T>(call.x, model.sizes);
       const auto gradient =
           outputs_of<const T, const A>(call.dy, call.dlatent, call.dscore, model.sizes);
@@ -292,7 +316,8 @@ struct Backward {
     });
 
     if (layout.all == 0) return;
-    const Model<A> model = folding<A, kSet>().model(weight_kernels, call.weights);
+    const Taken folded(folding<A, kSet>());
+    const Model<A> model = folded->model(weight_kernels, call.weights);
     const Sums<A> added = layout.at(sums);
     const auto finish = [&](Index begin, Index end) {
       for (Index part = begin; part < end; ++part) {

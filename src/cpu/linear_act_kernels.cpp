@@ -124,6 +124,8 @@ void activate_matrix(Activation kind, const T* z, Index z_stride, T* y, Index y_
       return run(activate_rows<Activation::silu, T, false>);
     case Activation::identity:
       return run(activate_rows<Activation::identity, T, false>);
+    case Activation::hardswish:  // refused before
+      return;
   }
 }
 
@@ -198,6 +200,8 @@ void differentiate_matrix(Activation kind, const T* dy, Index dy_stride, const s
       return run(differentiate_row<Activation::silu, Keeps::values, T>);
     case Activation::identity:
       return run(differentiate_row<Activation::identity, Keeps::nothing, T>);
+    case Activation::hardswish:  // refused before
+      return;
   }
 }
 

@@ -2,8 +2,6 @@
 // A few samples at a time are pooled, excited and scaled, so that the second touch of x (and of dy
 // in backward) finds them in the caches. What bounds it: memory bandwidth.
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <atomic>
 #include <numeric>
@@ -30,7 +28,6 @@ constexpr Index kGroupBytes = 4 << 20;       // samples that share one reading o
 constexpr Index kGroupSamples = 8;
 constexpr Index kWorthThreads = 16 * 1024;  // fewer multiplications than this stay on one thread
 constexpr Index kStreamBytes = 16 << 20;    // outputs this large bypass the caches
-constexpr Index kLargePagesBytes = 8 << 20;
 
 // How an image is walked. -----------------------------------------------------------------------
 
@@ -345,22 +342,6 @@ bool worth_streaming(const TensorView& out, bool native) {
   return native && out.defined() && out.numel() * size_of(out.dtype) >= kStreamBytes;
 }
 
-/// A large output is often fresh memory, and then page faults cost more than all arithmetic: asks
-/// for large pages. A hint without effect on the contents, and on pages that are there already.
-void prefer_large_pages(const TensorView& out) {
-#if defined(MADV_HUGEPAGE)
-  if (!out.defined() || out.numel() * size_of(out.dtype) < kLargePagesBytes) return;
-  Index span = 1;
-  for (int d = 0; d < out.rank; ++d) span += (out.sizes[d] - 1) * out.strides[d];
-  if (span != out.numel()) return;  // with gaps, some of the memory is not the output's
-  constexpr std::uintptr_t kPage = 2 << 20;
-  const auto address = reinterpret_cast<std::uintptr_t>(out.data);
-  const std::uintptr_t begin = (address + kPage - 1) / kPage * kPage;
-  const std::uintptr_t end = (address + span * size_of(out.dtype)) / kPage * kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
 // Forward. ---------------------------------------------------------------------------------------
 
 template <typename T, typename W>
@@ -386,7 +367,6 @@ class Forward {
         active_(context, plan_.slots, reduced_),
         wide_gates_(context, walk_.joined > 1 ? plan_.slots : 0, walk_.row()),
         stream_(worth_streaming(call.y, y_.native())) {
-    prefer_large_pages(call.y);
     drive(context, plan_, walk_, samples_, *this);
   }
 
@@ -479,7 +459,6 @@ class Backward {
         wide_gates_(context, want_dx_ && walk_.joined > 1 ? plan_.slots : 0, walk_.row()),
         stream_(worth_streaming(call.dx, dx_.native())) {
     if (!want_dz_ && !call.dw2.defined() && !call.db2.defined()) return;
-    prefer_large_pages(call.dx);
     drive(context, plan_, walk_, samples_, *this);
     weight_gradients(context);
   }

@@ -58,12 +58,15 @@ int usable_cores() {
 
 class Pool {
  public:
-  Pool() : size_(usable_cores()), pid_(getpid()) {
+  Pool() : pid_(getpid()) {
     // Never joined: the pool lives as long as the process, and its threads sleep when idle.
     try {
-      for (int i = 1; i < size_; ++i) std::thread([this] { work(); }).detach();
-    } catch (const std::system_error&) {
-      // Fewer threads than cores: the caller does what they would have done.
+      for (const int cores = usable_cores(); size_ < cores; ++size_) {
+        std::thread([this] { work(); }).detach();
+      }
+    } catch (const std::exception&) {
+      // Fewer threads than cores. Must not leave this constructor: the threads that did start hold
+      // a pointer to the pool.
     }
   }
 
@@ -136,7 +139,7 @@ class Pool {
     *link = loop.following;
   }
 
-  const int size_;
+  int size_ = 1;  // threads that take part in a loop, the caller's among them
   const pid_t pid_;
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -156,7 +159,12 @@ Pool& pool() {
     static std::atomic<pid_t> maker{0};
     pid_t before = maker.load();
     if (before != getpid() && maker.compare_exchange_strong(before, getpid())) {
-      current.store(new Pool);
+      try {
+        current.store(new Pool);
+      } catch (...) {
+        maker.store(0);  // the next call tries again
+        throw;
+      }
     } else {
       std::this_thread::yield();  // another thread of this process is making it
     }

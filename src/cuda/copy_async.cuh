@@ -31,12 +31,13 @@ class ByteBarrier {
                  "r"(bytes)
                  : "memory");
   }
+  /// Acquires at the scope of the cluster: its other blocks' stores complete the barrier.
   __device__ __forceinline__ void wait(std::uint32_t parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
         "}" ::"r"(address()),
         "r"(parity)

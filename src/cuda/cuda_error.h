@@ -10,12 +10,19 @@
 
 namespace fusewise::cuda {
 
+/// The GPU architectures of this build, as CMake has them: "90-real 90-virtual".
+const char* built_architectures();
+
 inline void check_cuda(cudaError_t status, const char* doing) {
   if (status == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());  // told here, it must not come up again in another's call
   const std::string message =
       std::string("CUDA: ") + doing + " failed: " + cudaGetErrorString(status);
-  if (status == cudaErrorMemoryAllocation) throw OutOfMemory(message + " (out of memory)");
+  if (status == cudaErrorMemoryAllocation) throw OutOfMemory(message);
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion) {
+    throw Error(message + ": fusewise was built for " + built_architectures() +
+                "; build it with CMAKE_CUDA_ARCHITECTURES or CUDAARCHS set for this GPU");
+  }
   throw Error(message);
 }
 

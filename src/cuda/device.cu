@@ -42,10 +42,13 @@ DeviceLimits ask(int device) {
       .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device),
       .shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
       .block_shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+      .l2_cache = attribute(cudaDevAttrL2CacheSize, device),
   };
 }
 
 }  // namespace
+
+const char* built_architectures() { return FUSEWISE_CUDA_ARCHITECTURES; }
 
 CurrentDevice::CurrentDevice(Device device) {
   if (device.type != DeviceType::cuda) return;

@@ -14,6 +14,7 @@ struct DeviceLimits {
   int multiprocessors;      ///< 132 on an H200
   int shared_memory;        ///< bytes of one multiprocessor
   int block_shared_memory;  ///< bytes that one block may have at the most
+  std::int64_t l2_cache;    ///< bytes
 };
 
 const DeviceLimits& limits_of(Device device);

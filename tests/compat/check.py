@@ -6,9 +6,11 @@ Plain Python, because the environment it runs in has torch and fusewise and noth
 import torch
 
 import fusewise
+from fusewise._amx import avoid_broken_amx
 from fusewise.bench.accuracy import check
 from fusewise.bench.families.squeeze_excite import expected, formula
 
+avoid_broken_amx()
 origin = "site-packages" if "site-packages" in fusewise.__file__ else "the source tree"
 print(f"fusewise {fusewise.__version__} from {origin}, torch {torch.__version__}")
 
@@ -28,7 +30,7 @@ def forward_and_backward():
             tensors = inputs(dtype, layout)
             outputs = []
             for function in (fusewise.functional.squeeze_excite, formula):
-                y = function(*tensors)
+                y = function(*tensors, "silu")
                 dy = torch.ones_like(y)
                 outputs.append((y, *torch.autograd.grad(y, tensors, dy)))
             ours, eager = outputs
@@ -41,16 +43,16 @@ def forward_and_backward():
 def fake_kernels():
     """Tracing gives the sizes and strides that running gives."""
     x, *weights = inputs(torch.float32, torch.channels_last)
-    real = fusewise.functional.squeeze_excite(x, *weights)
+    real = fusewise.functional.squeeze_excite(x, *weights, "silu")
     meta = fusewise.functional.squeeze_excite(
-        torch.empty_like(x, device="meta"), *(weight.to("meta") for weight in weights)
+        torch.empty_like(x, device="meta"), *(weight.to("meta") for weight in weights), "silu"
     )
     assert meta.shape == real.shape and meta.stride() == real.stride()
 
 
 def export():
     """A module with a batch of any size."""
-    module = fusewise.nn.SqueezeExcitation(8, 2)
+    module = fusewise.nn.SqueezeExcitation(8, 2, "silu")
     x = torch.randn(4, 8, 6, 6)
     exported = torch.export.export(
         module, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},)
@@ -151,7 +153,7 @@ def autoencoder():
 def bad_input():
     """Errors keep their words."""
     try:
-        fusewise.functional.squeeze_excite(torch.randn(2, 3), *inputs(torch.float32)[1:])
+        fusewise.functional.squeeze_excite(torch.randn(2, 3), *inputs(torch.float32)[1:], "silu")
     except (RuntimeError, ValueError) as error:
         assert "x" in str(error).split(":")[0], error
     else:

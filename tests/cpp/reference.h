@@ -260,6 +260,7 @@ struct Sum {
 
 inline double activate(Activation kind, double z) {
   if (kind == Activation::relu) return z < 0 ? 0 : z;
+  if (kind == Activation::hardswish) return z * (z + 3 < 0 ? 0 : z + 3 > 6 ? 6 : z + 3) / 6;
   return z / (1 + std::exp(-z));
 }
 inline double open_gate(Gate kind, double z) {
@@ -267,10 +268,17 @@ inline double open_gate(Gate kind, double z) {
   return (z + 3 < 0 ? 0 : z + 3 > 6 ? 6 : z + 3) / 6;
 }
 
-/// The gradient before the activation: relu selects, so where it is closed not even NaN comes
-/// through. The slope of SiLU is off by an epsilon of its largest term.
+/// The gradient before the activation: relu and hardswish select, so where they are closed not even
+/// NaN comes through. The slope of SiLU is off by an epsilon of its largest term.
 inline Bounded activation_gradient(Activation kind, double z, Bounded gradient, double eps) {
   if (kind == Activation::relu) return z <= 0 ? Bounded{} : gradient;
+  if (kind == Activation::hardswish) {
+    if (z <= -3) return {};
+    if (!(z < 3)) return gradient;
+    const double slope = z / 3 + 0.5;
+    return {gradient.value * slope, gradient.error * std::fabs(slope) +
+                                        eps * (1 + std::fabs(z)) * std::fabs(gradient.value)};
+  }
   const double s = 1 / (1 + std::exp(-z)), slope = s * (1 + z * (1 - s));
   return {gradient.value * slope, gradient.error * std::fabs(slope) +
                                       4 * eps * (1 + std::fabs(z)) * std::fabs(gradient.value)};
@@ -356,8 +364,10 @@ inline ForwardReference forward_reference(const SqueezeExcite& call) {
       out.hidden.push_back(z.done(eps));
       const Bounded hidden = out.hidden.back();
       const double h = activate(call.activation, hidden.value);
-      // The slope of SiLU stays below 1.1; its exponential is good to a few epsilons.
-      active[k] = {h, 1.1 * hidden.error + 4 * eps * std::fabs(h)};
+      // The slope of SiLU stays below 1.1, that of hardswish at 1.5; SiLU's exponential is good to
+      // a few epsilons.
+      const double steepest = call.activation == Activation::hardswish ? 1.5 : 1.1;
+      active[k] = {h, steepest * hidden.error + 4 * eps * std::fabs(h)};
     }
     for (Index i = 0; i < c; ++i) {
       Sum z;

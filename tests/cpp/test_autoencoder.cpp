@@ -243,6 +243,36 @@ TEST_P(AutoencoderOnCpu, SeveralThreadsAtOnce) {
   EXPECT_EQ(wrong, 0);
 }
 
+/// While a loop waits, it runs another call on the same thread, as work-stealing threads do.
+TEST_P(AutoencoderOnCpu, AnExecutorMayReenter) {
+  const AutoencoderCase call = make_autoencoder(300, kOdd, DType::f32, DType::f32);
+  AutoencoderCase other = make_autoencoder(400, kOdd, DType::f32, DType::f32);
+  for (Tensor& weight : other.weights) weight.set(0, weight.get(0) + 1);
+  const auto expected = all_bytes(call, GetParam(), Context{});
+  struct Reentrant : Executor {
+    const AutoencoderCase* other;
+    std::string implementation;
+    int depth = 0;
+    int threads() const override { return 3; }
+    void parallel_for(std::int64_t count, Body body, void* state) override {
+      for (std::int64_t i = 0; i < count; ++i) {
+        body(i, i + 1, state);
+        if (depth > 0) continue;
+        ++depth;
+        Context inner;
+        inner.executor = this;
+        all_bytes(*other, implementation, inner);
+        --depth;
+      }
+    }
+  } executor;
+  executor.other = &other;
+  executor.implementation = GetParam();
+  Context context;
+  context.executor = &executor;
+  EXPECT_EQ(all_bytes(call, GetParam(), context), expected);
+}
+
 INSTANTIATE_TEST_SUITE_P(All, AutoencoderOnCpu, ::testing::ValuesIn(available()),
                          [](const auto& info) { return info.param; });
 

@@ -52,7 +52,7 @@ class Choices : public ::testing::Test {
     EXPECT_TRUE(file().read(problem).empty());
     EXPECT_NE(problem.find(path_.string()), std::string::npos) << problem;
     EXPECT_NE(problem.find(what), std::string::npos) << problem;
-    EXPECT_TRUE(file().add("fresh", "1"));
+    EXPECT_TRUE(file().add({{"fresh", "1"}}));
     problem.clear();
     EXPECT_EQ(file().read(problem), (ChoiceFile::Entries{{"fresh", "1"}}));
     EXPECT_EQ(problem, "");
@@ -65,26 +65,39 @@ TEST_F(Choices, WhatIsWrittenIsRead) {
   std::string problem;
   EXPECT_TRUE(file().read(problem).empty());
   EXPECT_EQ(problem, "") << "a file that is not there is no problem";
-  EXPECT_TRUE(file().add("NVIDIA H200|132|1 2 3", "a b c"));
-  EXPECT_TRUE(file().add("empty", ""));
-  EXPECT_TRUE(file().add("another", "7"));
+  EXPECT_TRUE(file().add({{"NVIDIA H200|132|1 2 3", "a b c"}}));
+  EXPECT_TRUE(file().add({{"empty", ""}, {"another", "7"}}));
   const ChoiceFile::Entries expected{
-      {"NVIDIA H200|132|1 2 3", "a b c"}, {"another", "7"}, {"empty", ""}};
+      {"NVIDIA H200|132|1 2 3", "a b c"}, {"empty", ""}, {"another", "7"}};
   EXPECT_EQ(file().read(problem), expected);
   EXPECT_EQ(problem, "");
   EXPECT_EQ(litter(), 0);
 }
 
-TEST_F(Choices, TheOlderEntryStays) {
-  EXPECT_TRUE(file().add("key", "first"));
-  EXPECT_TRUE(file().add("key", "second"));
+TEST_F(Choices, TheNewerEntryReplacesTheOlder) {
+  EXPECT_TRUE(file().add({{"key", "first"}, {"other", "1"}}));
+  EXPECT_TRUE(file().add({{"key", "second"}}));
   std::string problem;
-  EXPECT_EQ(file().read(problem), (ChoiceFile::Entries{{"key", "first"}}));
+  EXPECT_EQ(file().read(problem), (ChoiceFile::Entries{{"other", "1"}, {"key", "second"}}));
+}
+
+TEST_F(Choices, TheOldestMakeRoom) {
+  constexpr std::size_t kMost = ChoiceFile::kMostEntries;
+  ChoiceFile::Entries entries;
+  for (std::size_t i = 0; i < kMost; ++i) entries.emplace_back("key " + std::to_string(i), "1");
+  EXPECT_TRUE(file().add(entries));
+  EXPECT_TRUE(file().add({{"key 1", "2"}, {"new", "3"}}));
+  std::string problem;
+  const ChoiceFile::Entries found = file().read(problem);
+  ASSERT_EQ(found.size(), kMost);
+  EXPECT_EQ(found.front().first, "key 2");
+  EXPECT_EQ(found[kMost - 2], (ChoiceFile::Entry{"key 1", "2"}));
+  EXPECT_EQ(found.back(), (ChoiceFile::Entry{"new", "3"}));
 }
 
 TEST_F(Choices, DamageIsToldAndReplaced) {
-  file().add("one", "1");
-  file().add("two", "2");
+  file().add({{"one", "1"}});
+  file().add({{"two", "2"}});
   const std::string good = text();
   const std::size_t second = good.find("two");
   expect_damaged("", "not a file of choices");
@@ -105,8 +118,8 @@ TEST_F(Choices, DamageIsToldAndReplaced) {
 }
 
 TEST_F(Choices, AnythingCutOffIsToldOrRight) {
-  file().add("one", "1");
-  file().add("two", "2");
+  file().add({{"one", "1"}});
+  file().add({{"two", "2"}});
   const std::string good = text();
   for (std::size_t length = 0; length <= good.size(); ++length) {
     write(good.substr(0, length));
@@ -121,7 +134,7 @@ TEST_F(Choices, AFolderInItsPlace) {
   fs::create_directories(path_);
   std::string problem;
   EXPECT_TRUE(file().read(problem).empty());
-  EXPECT_FALSE(file().add("key", "1"));
+  EXPECT_FALSE(file().add({{"key", "1"}}));
   EXPECT_EQ(litter(), 0);
 }
 
@@ -129,14 +142,14 @@ TEST_F(Choices, AFileInTheFoldersPlace) {
   std::ofstream(folder_ / "deep") << "in the way";
   std::string problem;
   EXPECT_TRUE(file().read(problem).empty());
-  EXPECT_FALSE(file().add("key", "1"));
+  EXPECT_FALSE(file().add({{"key", "1"}}));
 }
 
 TEST_F(Choices, AFolderThatMayNotBeWritten) {
   if (geteuid() == 0) GTEST_SKIP() << "root may write everywhere";
-  file().add("key", "1");
+  file().add({{"key", "1"}});
   fs::permissions(path_.parent_path(), fs::perms::owner_read | fs::perms::owner_exec);
-  EXPECT_FALSE(file().add("other", "2"));
+  EXPECT_FALSE(file().add({{"other", "2"}}));
   std::string problem;
   EXPECT_EQ(file().read(problem).size(), 1u);
   fs::permissions(path_.parent_path(), fs::perms::owner_all);
@@ -146,7 +159,7 @@ TEST_F(Choices, NoFileAtAll) {
   const ChoiceFile none{fs::path()};
   std::string problem;
   EXPECT_TRUE(none.read(problem).empty());
-  EXPECT_FALSE(none.add("key", "1"));
+  EXPECT_FALSE(none.add({{"key", "1"}}));
   EXPECT_EQ(problem, "");
 }
 
@@ -190,7 +203,7 @@ TEST_F(Choices, ManyProcessesAtOnce) {
       std::size_t seen = 0;
       for (int i = 0; i < kEntries; ++i) {
         if (child < kWriters) {
-          right = right && file().add(std::to_string(child) + " " + std::to_string(i), "value");
+          right = right && file().add({{std::to_string(child) + " " + std::to_string(i), "value"}});
         }
         // Whoever looks sees a whole file, and never fewer entries than before.
         std::string problem;

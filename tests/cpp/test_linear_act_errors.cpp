@@ -198,6 +198,15 @@ TEST(LinearActErrors, NoMemoryForBackward) {
   EXPECT_EQ(tensors.db.memory(), before.db.memory());
 }
 
+TEST(LinearActErrors, HardswishIsOfSqueezeAndExcitationAlone) {
+  const std::string said =
+      "activation: expected 'identity', 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'hardswish'";
+  LinearAct tensors = make(Activation::gelu);
+  tensors.activation = Activation::hardswish;
+  expect_error(tensors, tensors.forward(), said);
+  expect_error(tensors, tensors.backward(), said);
+}
+
 TEST(Activations, HaveNames) {
   for (const Activation activation : kActivations) {
     EXPECT_EQ(activation_from(name_of(activation)), activation);

@@ -104,6 +104,14 @@ TEST(SafetensorsErrors, HoldsTensorsAgainstTheData) {
   expect_error(file_of(one("F32", "[01]", "[0,4]"), 4), "begins with 0");
   expect_error(file_of(one("F32", "[99999999999999999999]", "[0,4]"), 4), "too large");
   expect_error(file_of(one("F32", "[4611686018427387904,4]", "[0,0]"), 0), "too many elements");
+  // 2^63 - 1 and one more; the second would be a negative size.
+  EXPECT_EQ(Safetensors(file_of(one("U8", "[0,9223372036854775807]", "[0,0]"), 0)).names().size(),
+            1u);
+  expect_error(file_of(one("U8", "[0,9223372036854775808]", "[0,0]"), 0), "too large");
+  expect_error(file_of(one("U8", "[0,9223372036854775809]", "[0,0]"), 0), "too large");
+  for (const char* shape : {"[0,4611686018427387904,4]", "[4611686018427387904,4,0]"}) {
+    expect_error(file_of(one("F32", shape, "[0,0]"), 0), "too many elements");
+  }
   expect_error(file_of(one("F32", "[1,1,1,1,1,1,1]", "[0,4]"), 4), "at most 6 dimensions");
   expect_error(file_of(one("F33", "[1]", "[0,4]"), 4), "unknown dtype 'F33'");
   expect_error(file_of(one("F32", "[1]", "[0,4]"), 5), "the tensors cover 4 of 5 bytes");
@@ -116,6 +124,19 @@ TEST(SafetensorsErrors, HoldsTensorsAgainstTheData) {
   expect_error(file_of("{" + a + "," + a + "}", 4), "'a' is there twice");
   expect_error(file_of("{" + a + R"(,"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 4),
                "holes and overlaps");
+}
+
+TEST(Safetensors, ReadsManyNames) {
+  // Megabytes of names, of tensors and of metadata: comparing each with every other takes minutes.
+  constexpr int kNames = 400'000;
+  std::string metadata = "{\"__metadata__\":{", tensors = "{";
+  for (int i = 0; i < kNames; ++i) {
+    const std::string name = (i == 0 ? "\"" : ",\"") + std::to_string(i);
+    metadata += name + "\":\"\"";
+    if (i % 8 == 0) tensors += name + R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]})";
+  }
+  EXPECT_EQ(Safetensors(file_of(metadata + "}}", 0)).metadata().size(), kNames);
+  EXPECT_EQ(Safetensors(file_of(tensors + "}", 0)).names().size(), kNames / 8);
 }
 
 TEST(SafetensorsErrors, AsksForWhatIsThere) {

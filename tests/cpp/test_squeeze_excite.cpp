@@ -143,17 +143,35 @@ TEST_P(SqueezeExciteOnCpu, EverySize) {
 }
 
 TEST_P(SqueezeExciteOnCpu, EveryFunction) {
-  for (const Activation activation : {Activation::silu, Activation::relu}) {
+  for (const Activation activation : kSqueezeExciteActivations) {
     for (const Gate gate : {Gate::sigmoid, Gate::hardsigmoid}) {
       for (const DType dtype : {DType::f32, DType::f64, DType::bf16}) {
         SqueezeExcite call = make({4, 21, 6, 4, 5}, dtype);
         call.activation = activation;
         call.gate = gate;
-        call.b2.fill(7, 4);  // far enough for hardsigmoid to reach both ends
+        call.b1.fill(8, 4);  // far enough for hardswish to reach both ends
+        call.b2.fill(7, 4);  // and for hardsigmoid
         expect_forward(call, GetParam());
         expect_backward(call, GetParam());
       }
     }
+  }
+}
+
+TEST_P(SqueezeExciteOnCpu, HardswishAtItsKinks) {
+  const double below = std::nextafter(-3.f, -4.f), inside = std::nextafter(3.f, 2.f);
+  const double all[] = {-3, 3, below, inside, 0, kInf, -kInf, kNaN};
+  for (const DType dtype : {DType::f32, DType::f64, DType::f16}) {
+    SqueezeExcite call = make({1, 6, 8, 2, 2}, dtype);
+    call.activation = Activation::hardswish;
+    call.gate = Gate::hardsigmoid;
+    save(call);
+    for (Index i = 0; i < 8; ++i) call.hidden.set(i, all[i]);
+    const BackwardReference expected = backward_reference(call);
+    run_backward(call, GetParam());
+    expect_close(call.db1, expected.db1, "db1");
+    for (const Index closed : {0, 2, 6}) EXPECT_EQ(call.db1.get(closed), 0) << closed;
+    for (const Index open : {1, 5, 7}) EXPECT_NE(call.db1.get(open), 0) << open;
   }
 }
 
@@ -275,7 +293,7 @@ TEST_P(SqueezeExciteOnCpu, NaNAndInfinityPropagate) {
   for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
     for (const DType dtype : {DType::f32, DType::f64, DType::f16, DType::bf16}) {
       for (const double bad : {kNaN, kInf, -kInf}) {
-        for (const Activation activation : {Activation::silu, Activation::relu}) {
+        for (const Activation activation : kSqueezeExciteActivations) {
           for (const Gate gate : {Gate::sigmoid, Gate::hardsigmoid}) {
             SqueezeExcite call = make({3, 19, 5, 5, 7}, dtype, layout);
             call.activation = activation;

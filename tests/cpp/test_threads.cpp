@@ -6,12 +6,31 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
+#include <new>
 #include <numeric>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "cpu/threads.h"
+
+namespace {
+
+/// Allocations of the whole program that still succeed; negative: all.
+std::atomic<int> allocations_left{-1};
+
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+  void* memory = allocations_left == 0 ? nullptr : std::malloc(bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  if (allocations_left > 0) --allocations_left;
+  return memory;
+}
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace fusewise::cpu {
 namespace {
@@ -90,18 +109,47 @@ TEST(Threads, WhatABodyThrowsArrives) {
   EXPECT_EQ(visits({}, 64), std::vector<int>(64, 1));
 }
 
-TEST(Threads, AForkedChildHasThreadsOfItsOwn) {
-  ASSERT_EQ(visits({}, 64), std::vector<int>(64, 1));
+/// Runs a test in a child that has no threads yet and is ended if it hangs.
+void in_fresh_process(bool (*test)()) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
-    const bool right = visits({}, 64) == std::vector<int>(64, 1) && threads({}) >= 1;
-    _exit(right ? 0 : 1);
+    alarm(20);
+    _exit(test() ? 0 : 1);
   }
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
-  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_FALSE(WIFSIGNALED(status)) << "signal " << WTERMSIG(status);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+TEST(Threads, AForkedChildHasThreadsOfItsOwn) {
+  ASSERT_EQ(visits({}, 64), std::vector<int>(64, 1));
+  in_fresh_process([] { return visits({}, 64) == std::vector<int>(64, 1) && threads({}) >= 1; });
   EXPECT_EQ(visits({}, 64), std::vector<int>(64, 1));
+}
+
+TEST(Threads, ACallWithoutMemoryForThemIsNotTheLast) {
+  in_fresh_process([] {
+    bool failed = false;
+    allocations_left = 0;
+    try {
+      threads({});
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    allocations_left = -1;
+    return failed && visits({}, 64) == std::vector<int>(64, 1);
+  });
+}
+
+TEST(Threads, ThoseThatCannotBeStartedAreNotCounted) {
+  in_fresh_process([] {
+    allocations_left = 1;  // for the pool, not for a thread
+    const int found = threads({});
+    allocations_left = -1;
+    return found == 1 && visits({}, 64) == std::vector<int>(64, 1);
+  });
 }
 
 TEST(Threads, TheContextsExecutorIsUsed) {

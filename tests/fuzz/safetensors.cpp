@@ -15,6 +15,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     for (const std::string& name : file.names()) {
       try {
         const fusewise::TensorView view = file.at(name);
+        for (const std::int64_t size : view.sizes) {
+          if (size < 0) __builtin_trap();
+        }
         const auto* bytes = static_cast<const std::uint8_t*>(view.data);
         const std::int64_t count = view.numel() * fusewise::size_of(view.dtype);
         for (std::int64_t i = 0; i < count; ++i) seen = bytes[i];

@@ -1,6 +1,7 @@
 """What the tests of several families on a GPU share."""
 
 import gc
+import resource
 import time
 
 import torch
@@ -43,3 +44,9 @@ def peak(step):
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def resident():
+    """Bytes of host memory that the process holds."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()

@@ -4,6 +4,7 @@ The matrix of dtypes, layouts, outputs and sizes is in tests/python and runs on 
 """
 
 import contextlib
+import functools
 import itertools
 import math
 
@@ -346,6 +347,16 @@ def test_out_of_memory_leaves_nothing_behind():
     with pytest.raises(torch.OutOfMemoryError):
         autoencoder(x, *case.weights)
     assert torch.cuda.memory_allocated() == before
+
+
+def test_sizes_beyond_32_bits_are_declined():
+    """No rows, so that the 0.5 GB of the basis are all that is needed."""
+    frames = 2**28 + 1
+    make = functools.partial(torch.ones, device="cuda", dtype=torch.float16)
+    norm, mid_norm, linear = [make(1), make(1)], [make(1), make(1)], [make(1, 1), make(1)]
+    weights = [*norm, *linear, make(1, frames), *mid_norm, *linear, *linear]
+    with pytest.raises(RuntimeError, match="too large for its 32-bit indices"):
+        autoencoder(make(0, frames), *weights)
 
 
 def test_a_score_writes_no_reconstruction():

@@ -22,6 +22,7 @@ from reference import (
     gradients,
     make_case,
     same_bits,
+    with_silu,
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -57,6 +58,19 @@ def test_fast_implementations_in_every_dtype(layout, dtypes):
     for shape, reduced in (((32, 64, 28, 28), 16), ((7, 320, 14, 14), 20), ((200, 32, 7, 7), 8)):
         case = make_case(shape, reduced, "cuda", DTYPES[dtypes], layout)
         assert "general" in case.check_every_implementation()
+
+
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16-fp32"])
+@pytest.mark.parametrize("activation, gate", [("hardswish", "hardsigmoid"), ("relu", "sigmoid")])
+def test_fast_implementations_with_other_functions(layout, dtypes, activation, gate):
+    case = make_case(
+        (300, 64, 4, 6), 4, "cuda", DTYPES[dtypes], layout, activation=activation, gate=gate
+    )
+    case.b1 *= 3  # so that every piece of hardswish is met
+    checked = case.check_every_implementation()
+    assert {"general", "two_pass"} <= checked
+    assert "cluster" in checked or not hopper()
 
 
 def test_a_declined_implementation_says_why():
@@ -186,7 +200,7 @@ def test_cuda_graph(case):
         dy = case.dy.clone()
 
         def step(inputs=inputs, dy=dy):
-            y = squeeze_excite(*inputs)
+            y = with_silu(*inputs)
             return [y, *torch.autograd.grad(y, inputs, dy)]
 
         with fusewise.implementation(**choice):
@@ -231,7 +245,7 @@ def test_out_of_memory_forward():
     before = allocated()
     for learned in (False, True):
         small.w1.requires_grad_(learned)
-        assert fails_with_out_of_memory(lambda: squeeze_excite(x, *small.inputs[1:]))
+        assert fails_with_out_of_memory(lambda: with_silu(x, *small.inputs[1:]))
     assert allocated() == before
     assert squeeze_excite(*small.arguments).isfinite().all()
 
@@ -243,7 +257,7 @@ def test_out_of_memory_backward():
 
     def attempt():
         inputs = [t.detach().requires_grad_() for t in case.inputs]
-        y = squeeze_excite(*inputs)
+        y = with_silu(*inputs)
         torch.cuda.empty_cache()
         room = torch.cuda.memory_reserved() + 32 * 2**20  # dx alone is 128 MiB
         total = torch.cuda.get_device_properties(0).total_memory
@@ -327,7 +341,7 @@ def test_training_step_under_autocast():
     losses = []
     for kind in (fusewise.nn.SqueezeExcitation, EagerExcitation):
         torch.manual_seed(0)
-        model = Block(kind(32, 8)).cuda().to(memory_format=torch.channels_last)
+        model = Block(kind(32, 8, "silu")).cuda().to(memory_format=torch.channels_last)
         x = torch.randn(8, 3, 24, 24, device="cuda").to(memory_format=torch.channels_last)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(5):
@@ -347,7 +361,7 @@ def test_training_step_under_autocast():
 def test_compile_with_cuda_graphs():
     """`reduce-overhead` captures forward and backward; several steps, as in training."""
     torch._dynamo.reset()
-    module = fusewise.nn.SqueezeExcitation(32, 8, device="cuda")
+    module = fusewise.nn.SqueezeExcitation(32, 8, "silu", device="cuda")
     compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
     for seed in range(4):
         torch.manual_seed(seed)

@@ -11,7 +11,7 @@ from fusewise.bench.families.squeeze_excite import formula as eager
 from fusewise.functional import squeeze_excite
 
 OUTPUTS = ("y", "dx", "dw1", "db1", "dw2", "db2")
-ACTIVATIONS = ("silu", "relu")
+ACTIVATIONS = ("silu", "relu", "hardswish")
 GATES = ("sigmoid", "hardsigmoid")
 
 # x's dtype, and that of the weights.
@@ -156,6 +156,11 @@ def make_case(
         activation=activation,
         gate=gate,
     )
+
+
+def with_silu(*inputs):
+    """The operator where it does not matter which function."""
+    return squeeze_excite(*inputs, "silu")
 
 
 def gradients(fn, case):

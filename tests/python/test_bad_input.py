@@ -16,7 +16,9 @@ from torch.autograd import forward_ad
 import fusewise
 from fusewise.functional import squeeze_excite
 from reference import (
+    ACTIVATIONS,
     DTYPES,
+    GATES,
     OUTPUTS,
     assert_close,
     eager,
@@ -25,12 +27,14 @@ from reference import (
     misaligned,
     misaligned_channels_last,
     same_bits,
+    with_silu,
 )
 
 
 def replaced(case, **changes):
     """The positional arguments of a good call with some of them changed."""
-    named = dict(zip(("x", "w1", "b1", "w2", "b2"), case.inputs, strict=True))
+    names = ("x", "w1", "b1", "w2", "b2", "activation", "gate")
+    named = dict(zip(names, case.arguments, strict=True))
     return [*(named | changes).values()]
 
 
@@ -175,9 +179,7 @@ def test_weights_of_two_dtypes(device, name):
 
 @pytest.mark.parametrize("name, value", [("activation", "gelu"), ("gate", "tanh"), ("gate", "")])
 def test_unknown_function(case, name, value):
-    arguments = [*case.inputs, "silu", "sigmoid"]
-    arguments[5 if name == "activation" else 6] = value
-    assert_refused(arguments, name, f"got '{value}'")
+    assert_refused(replaced(case, **{name: value}), name, f"got '{value}'")
 
 
 @pytest.mark.parametrize(
@@ -189,13 +191,13 @@ def test_unknown_function(case, name, value):
         ({"w1": None}, "w1: expected a tensor, got None"),
         ({"b1": 0.0}, "b1: expected a tensor or None, got float"),
         ({"w2": 3}, "w2: expected a tensor, got int"),
-        ({"activation": torch.nn.ReLU}, "activation: expected 'silu' or 'relu', got <class"),
+        ({"activation": 1}, "activation: expected 'silu', 'relu' or 'hardswish', got 1"),
         ({"gate": None}, "gate: expected 'sigmoid' or 'hardsigmoid', got None"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_arguments_that_are_no_tensors_and_no_texts(case, change, said):
-    arguments = replaced(case, **{"activation": "silu", "gate": "sigmoid"} | change)
+    arguments = replaced(case, **change)
 
     def with_gradient():
         squeeze_excite(
@@ -295,7 +297,7 @@ def test_misaligned_base_pointers(device, offset, channels_last):
 
 def test_gradient_of_a_sum_is_expanded(case):
     inputs = [t.detach().requires_grad_() for t in case.inputs]
-    squeeze_excite(*inputs).sum().backward()
+    with_silu(*inputs).sum().backward()
     case.dy = torch.ones_like(case.dy)
     expected = gradients(squeeze_excite, case)
     for tensor, name in zip(inputs, OUTPUTS[1:], strict=True):
@@ -316,7 +318,8 @@ def test_overlapping_batch_of_windows(device, dtypes):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("name", ["x", "w1", "b1", "w2", "b2", "dy"])
-@pytest.mark.parametrize("activation, gate", [("silu", "sigmoid"), ("relu", "hardsigmoid")])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gate", GATES)
 def test_nan_and_inf_propagate_as_in_torch(device, value, name, activation, gate):
     case = make_case((3, 6, 4, 5), 3, device, activation=activation, gate=gate)
     tensor = getattr(case, name)
@@ -346,7 +349,7 @@ def test_out_of_memory_is_torchs_own_error():
     w, b = torch.ones(1, 1), torch.ones(1)
     for gradient in (False, True):
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-            squeeze_excite(x, w.requires_grad_(gradient), b, w, b)
+            squeeze_excite(x, w.requires_grad_(gradient), b, w, b, "silu")
 
 
 # --- several threads; fork ----------------------------------------------------------------------
@@ -414,11 +417,11 @@ def test_func_grad_and_vjp(double):
         return fn(*inputs).square().sum()
 
     everything = tuple(range(1, 6))
-    ours = torch.func.grad(loss, everything)(squeeze_excite, *double.inputs)
+    ours = torch.func.grad(loss, everything)(with_silu, *double.inputs)
     torch.testing.assert_close(ours, torch.func.grad(loss, everything)(eager, *double.inputs))
 
     results = []
-    for fn in (squeeze_excite, eager):
+    for fn in (with_silu, eager):
         y, pull = torch.func.vjp(fn, *double.inputs)
         results.append((y, pull(double.dy)))
     torch.testing.assert_close(*results)
@@ -426,14 +429,14 @@ def test_func_grad_and_vjp(double):
 
 def test_func_jvp(double):
     tangents = tuple(torch.randn_like(t) for t in double.inputs)
-    ours = torch.func.jvp(squeeze_excite, double.inputs, tangents)
+    ours = torch.func.jvp(with_silu, double.inputs, tangents)
     torch.testing.assert_close(ours, torch.func.jvp(eager, double.inputs, tangents))
 
 
 def test_forward_mode_ad(double):
     tangent = torch.randn_like(double.x)
     results = []
-    for fn in (squeeze_excite, eager):
+    for fn in (with_silu, eager):
         with forward_ad.dual_level():
             y = fn(forward_ad.make_dual(double.x, tangent), *double.inputs[1:])
             results.append(forward_ad.unpack_dual(y).tangent)
@@ -447,7 +450,7 @@ def test_func_vmap(double):
     def run(fn):
         return torch.func.vmap(lambda x, w1: fn(x, w1, *double.inputs[2:]))(x, w1)
 
-    torch.testing.assert_close(run(squeeze_excite), run(eager))
+    torch.testing.assert_close(run(with_silu), run(eager))
 
 
 @pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
@@ -456,7 +459,7 @@ def test_func_jacobians(double, transform):
         x, w1, b1, w2, b2 = double.inputs
         return transform(lambda b1: fn(x, w1, b1, w2, b2))(b1)
 
-    torch.testing.assert_close(of_b1(squeeze_excite), of_b1(eager))
+    torch.testing.assert_close(of_b1(with_silu), of_b1(eager))
 
 
 def test_batched_gradients(double):
@@ -465,7 +468,7 @@ def test_batched_gradients(double):
     dy = torch.randn(4, *x.shape, dtype=x.dtype, device=x.device)
     results = [
         torch.autograd.grad(fn(*double.inputs), x, dy, is_grads_batched=True)[0]
-        for fn in (squeeze_excite, eager)
+        for fn in (with_silu, eager)
     ]
     torch.testing.assert_close(*results)
 
@@ -475,14 +478,14 @@ def test_transforms_name_bad_arguments_too(double):
     with pytest.raises(RuntimeError, match=r"^w1: expected \[3, 5\], got \[3, 4\]"):
         torch.func.grad(lambda x: squeeze_excite(x, *wrong[1:]).sum())(double.x)
     with pytest.raises(RuntimeError, match="^x: expected 4 dimensions"):
-        torch.func.vmap(lambda x: squeeze_excite(x, *double.inputs[1:]))(double.x)
+        torch.func.vmap(lambda x: with_silu(x, *double.inputs[1:]))(double.x)
 
 
 # --- double backward ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu"])
-@pytest.mark.parametrize("gate", ["sigmoid", "hardsigmoid"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gate", GATES)
 def test_double_backward_is_right(double, activation, gate):
     inputs = [t.requires_grad_() for t in double.inputs]
     assert torch.autograd.gradgradcheck(lambda *t: squeeze_excite(*t, activation, gate), inputs)
@@ -500,9 +503,7 @@ def gradient_penalty(fn, case):
 @pytest.mark.parametrize("dtypes", ["fp32", "fp64"])
 def test_gradient_penalty_is_right(device, dtypes):
     case = make_case((2, 6, 4, 5), 3, device, DTYPES[dtypes])
-    torch.testing.assert_close(
-        gradient_penalty(squeeze_excite, case), gradient_penalty(eager, case)
-    )
+    torch.testing.assert_close(gradient_penalty(with_silu, case), gradient_penalty(eager, case))
 
 
 def test_gradient_penalty_through_a_hypernetwork(double):
@@ -511,7 +512,7 @@ def test_gradient_penalty_through_a_hypernetwork(double):
     def wrapped(fn):
         return lambda x, w1, *rest: fn(x, w1 * x.mean(), *rest)
 
-    ours, right = (gradient_penalty(wrapped(fn), double) for fn in (squeeze_excite, eager))
+    ours, right = (gradient_penalty(wrapped(fn), double) for fn in (with_silu, eager))
     torch.testing.assert_close(ours, right)
 
 
@@ -519,7 +520,7 @@ def test_gradient_penalty_through_a_hypernetwork(double):
 def test_gradient_penalty_under_compile_is_an_error(device, backend):
     torch._dynamo.reset()
     case = make_case((2, 6, 4, 5), 3, device)
-    compiled = torch.compile(squeeze_excite, fullgraph=True, backend=backend)
+    compiled = torch.compile(with_silu, fullgraph=True, backend=backend)
     with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
         gradient_penalty(compiled, case)
 
@@ -532,7 +533,7 @@ def test_func_transform_inside_compile(double):
             inputs[0]
         )
 
-    compiled = torch.compile(slope(squeeze_excite), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(slope(with_silu), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*double.inputs), slope(eager)(*double.inputs))
 
 

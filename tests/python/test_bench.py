@@ -310,6 +310,7 @@ def test_info_names_versions_and_implementations(capsys):
     for direction in ("forward", "backward"):
         assert f"squeeze_excite {direction} on cpu, fastest first:" in shown
     assert "  portable: takes 32 of 32 sample calls" in shown
+    assert 'every operator, where it is forced: "torch"' in shown
 
 
 def test_check_passes_here_and_sees_a_wrong_operator(capsys, monkeypatch):

@@ -59,7 +59,7 @@ CUDA_TENSOR = """
     import fusewise
     from torch._subclasses import FakeTensorMode
     from fusewise import _ops
-    module = fusewise.nn.SqueezeExcitation(4, 2)
+    module = fusewise.nn.SqueezeExcitation(4, 2, 'relu')
     assert module(torch.randn(1, 4, 3, 3)).shape == (1, 4, 3, 3)
     with FakeTensorMode():
         x = torch.empty(1, 4, 3, 3, device="cuda")

@@ -106,7 +106,9 @@ def test_from_linear_shares_the_parameters(device, activation):
 
 def test_from_linear_names_what_it_cannot_take():
     linear = nn.Linear(6, 4)
-    with pytest.raises(TypeError, match=r"^linear: expected a torch.nn.Linear, got Conv2d"):
+    with pytest.raises(
+        TypeError, match=r"^linear: expected a torch.nn.Linear, got torch.nn.modules.conv.Conv2d"
+    ):
         LinearAct.from_linear(nn.Conv2d(1, 1, 1))
     with pytest.raises(ValueError, match="^activation: expected ReLU, GELU, SiLU or Ident.*Tanh"):
         LinearAct.from_linear(linear, nn.Tanh())
@@ -152,12 +154,22 @@ def test_from_sequential_of_one_layer_and_without_bias(device):
     "modules, said",
     [
         ([], "modules: expected at least one Linear"),
-        ([nn.ReLU(), nn.Linear(2, 2)], r"modules\[0\]: expected a Linear before ReLU"),
+        (
+            [nn.ReLU(), nn.Linear(2, 2)],
+            r"modules\[0\]: expected a Linear before torch.nn.modules.activation.ReLU",
+        ),
         (
             [nn.Linear(2, 2), nn.ReLU(), nn.SiLU()],
-            r"modules\[2\]: expected a Linear before SiLU",
+            r"modules\[2\]: expected a Linear before torch.nn.modules.activation.SiLU",
         ),
-        ([nn.Linear(2, 2), nn.Dropout()], r"modules\[1\]: expected Linear, .* got Dropout"),
+        (
+            [nn.Linear(2, 2), nn.Dropout()],
+            r"modules\[1\]: expected Dropout\(0\), got Dropout\(0.5\), which .* in training",
+        ),
+        (
+            [nn.Linear(2, 2), nn.Dropout1d(0)],
+            r"modules\[1\]: expected Linear, .* got torch.nn.modules.dropout.Dropout1d",
+        ),
         ([nn.Linear(2, 3), nn.Linear(2, 2)], r"modules\[1\]: expected 3 in_features, got 2"),
         (
             [nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.SiLU(), nn.Linear(2, 2)],
@@ -176,7 +188,10 @@ def test_from_sequential_names_what_it_cannot_take(modules, said):
 
 
 def test_from_sequential_of_something_else():
-    with pytest.raises(TypeError, match=r"^modules: expected a torch.nn.Sequential, got Linear"):
+    with pytest.raises(
+        TypeError,
+        match=r"^modules: expected a torch.nn.Sequential .*, got torch.nn.modules.linear.Linear$",
+    ):
         MLP.from_sequential(nn.Linear(2, 2))
 
 
@@ -290,21 +305,6 @@ def test_weights_that_a_hook_makes_are_made_anew(device, wrap):
     for _ in range(2):  # a tensor that was kept would have lost its graph
         module(x).sum().backward()
     assert learned.grad.any()
-
-
-def test_a_layer_in_the_place_of_another_is_told():
-    class Wrapper(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.weight, self.bias = inner.weight, inner.bias
-
-        def forward(self, x):
-            return 2 * nn.functional.linear(x, self.weight, self.bias)
-
-    module = MLP([6, 5, 4])
-    module.layers[1] = Wrapper(module.layers[1])
-    with pytest.raises(TypeError, match=r"^layers\[1\]: expected a torch.nn.Linear, got Wrapper"):
-        module(torch.randn(3, 6))
 
 
 def test_wrong_features_of_a_stack():
@@ -448,7 +448,9 @@ def test_nothing_else_is_dropped(register):
 
 
 def test_an_activation_is_not_dropped():
-    with pytest.raises(TypeError, match="^linear: expected a torch.nn.Linear, got LinearAct"):
+    with pytest.raises(
+        TypeError, match="^linear: expected a torch.nn.Linear, got fusewise.nn.linear_act"
+    ):
         fusewise.nn.LinearAct.from_linear(fusewise.nn.LinearAct(2, 3, activation="gelu"), "relu")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fusewise.functional import squeeze_excite
 from fusewise.nn import SqueezeExcitation
 from reference import eager
 
@@ -40,6 +41,7 @@ def outputs(module, x):
         ("silu", "sigmoid", (nn.SiLU, nn.Sigmoid)),
         ("relu", "sigmoid", (nn.ReLU, nn.Sigmoid)),
         ("relu", "hardsigmoid", (nn.ReLU, nn.Hardsigmoid)),
+        ("hardswish", "hardsigmoid", (nn.Hardswish, nn.Hardsigmoid)),
     ],
 )
 def test_stands_for_torchvisions_module(device, activation, gate, theirs):
@@ -67,7 +69,7 @@ def test_stands_for_torchvisions_module(device, activation, gate, theirs):
 def test_the_real_torchvision_module():
     ops = pytest.importorskip("torchvision.ops")
     theirs = ops.SqueezeExcitation(12, 3, nn.SiLU)
-    ours = SqueezeExcitation(12, 3)
+    ours = SqueezeExcitation(12, 3, "silu")
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(2, 12, 5, 7)
@@ -75,14 +77,16 @@ def test_the_real_torchvision_module():
 
 
 def test_parameters_have_torchvisions_names_and_shapes():
-    shapes = {name: tuple(p.shape) for name, p in SqueezeExcitation(12, 3).named_parameters()}
+    shapes = {
+        name: tuple(p.shape) for name, p in SqueezeExcitation(12, 3, "silu").named_parameters()
+    }
     assert shapes == {
         "fc1.weight": (3, 12, 1, 1),
         "fc1.bias": (3,),
         "fc2.weight": (12, 3, 1, 1),
         "fc2.bias": (12,),
     }
-    without = SqueezeExcitation(12, 3, bias=False)
+    without = SqueezeExcitation(12, 3, "silu", bias=False)
     assert list(without.state_dict()) == ["fc1.weight", "fc2.weight"]
     x = torch.randn(2, 12, 5, 7)
     expected = eager(x, without.fc1.weight, None, without.fc2.weight, None)
@@ -90,14 +94,14 @@ def test_parameters_have_torchvisions_names_and_shapes():
 
 
 def test_meta_device_then_real_parameters():
-    module = SqueezeExcitation(12, 3, device="meta", dtype=torch.float64)
+    module = SqueezeExcitation(12, 3, "silu", device="meta", dtype=torch.float64)
     assert all(p.is_meta and p.dtype == torch.float64 for p in module.parameters())
     assert module(torch.empty(2, 12, 5, 7, device="meta", dtype=torch.float64)).is_meta
     module.to_empty(device="cpu")
     torch.manual_seed(3)
     module.reset_parameters()
     torch.manual_seed(3)
-    expected = SqueezeExcitation(12, 3, dtype=torch.float64)
+    expected = SqueezeExcitation(12, 3, "silu", dtype=torch.float64)
     for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -125,7 +129,7 @@ def test_copies(device, copied):
 
 
 def test_to_other_dtypes(device):
-    module = SqueezeExcitation(12, 3, device=device)
+    module = SqueezeExcitation(12, 3, "silu", device=device)
     x = torch.randn(2, 12, 5, 7, device=device)
     expected = module(x)
     assert module.double()(x.double()).dtype == torch.float64
@@ -137,7 +141,7 @@ def test_to_other_dtypes(device):
 
 def test_to_channels_last(device):
     """Moves the weights' strides too; everything stays right."""
-    module = SqueezeExcitation(12, 3, device=device)
+    module = SqueezeExcitation(12, 3, "silu", device=device)
     x = torch.randn(2, 12, 5, 7, device=device)
     expected = outputs(module, x)
     module.to(memory_format=torch.channels_last)
@@ -147,7 +151,7 @@ def test_to_channels_last(device):
 
 
 def test_training_moves_every_parameter(device):
-    module = SqueezeExcitation(12, 3, device=device)
+    module = SqueezeExcitation(12, 3, "silu", device=device)
     before = [p.detach().clone() for p in module.parameters()]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module(torch.randn(2, 12, 5, 7, device=device)).square().sum().backward()
@@ -156,14 +160,14 @@ def test_training_moves_every_parameter(device):
 
 
 def test_frozen_parameters(device):
-    module = SqueezeExcitation(12, 3, device=device).requires_grad_(False)
+    module = SqueezeExcitation(12, 3, "silu", device=device).requires_grad_(False)
     x = torch.randn(2, 12, 5, 7, device=device, requires_grad=True)
     module(x).sum().backward()
     assert x.grad is not None and all(p.grad is None for p in module.parameters())
 
 
 def test_parametrized_weights_are_used(device):
-    module = SqueezeExcitation(12, 3, device=device)
+    module = SqueezeExcitation(12, 3, "silu", device=device)
     nn.utils.parametrizations.weight_norm(module.fc1)
     x = torch.randn(2, 12, 5, 7, device=device)
     before = module(x)
@@ -183,10 +187,10 @@ def test_repr():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((0, 3), "channels: expected at least 1, got 0"),
-        ((12, 0), "reduced: expected at least 1, got 0"),
-        ((12, -3), "reduced: expected at least 1, got -3"),
-        ((12, 3, "gelu"), "activation: expected 'silu' or 'relu', got 'gelu'"),
+        ((0, 3, "silu"), "channels: expected at least 1, got 0"),
+        ((12, 0, "silu"), "reduced: expected at least 1, got 0"),
+        ((12, -3, "silu"), "reduced: expected at least 1, got -3"),
+        ((12, 3, "gelu"), "activation: expected 'silu', 'relu' or 'hardswish', got 'gelu'"),
         ((12, 3, "silu", "tanh"), "gate: expected 'sigmoid' or 'hardsigmoid', got 'tanh'"),
     ],
 )
@@ -205,11 +209,24 @@ def test_bad_arguments(arguments, message):
 )
 def test_arguments_of_another_type_are_named(arguments, said):
     with pytest.raises((TypeError, ValueError), match=f"^{said}"):
-        SqueezeExcitation(**{"channels": 8, "reduced": 2} | arguments)
+        SqueezeExcitation(**{"channels": 8, "reduced": 2, "activation": "silu"} | arguments)
+
+
+def test_the_activation_has_no_default():
+    """The parameters of a relu network load where silu was meant: whoever builds one has to say."""
+    said = "^activation: expected 'silu', 'relu' or 'hardswish', got nothing; .* torchvision's"
+    with pytest.raises(TypeError, match=said):
+        SqueezeExcitation(8, 2)
+    with pytest.raises(TypeError, match=said):
+        SqueezeExcitation(8, 2, gate="hardsigmoid")
+    inputs = torch.ones(1, 4, 2, 2), torch.ones(2, 4), None, torch.ones(4, 2), None
+    for call in (squeeze_excite, torch.compile(squeeze_excite, fullgraph=True, backend="eager")):
+        with pytest.raises((TypeError, torch._dynamo.exc.Unsupported), match=said[1:]):
+            call(*inputs)
 
 
 def test_a_wrong_number_of_channels_is_xs(device):
-    module = SqueezeExcitation(8, 2, device=device)
+    module = SqueezeExcitation(8, 2, "silu", device=device)
     with pytest.raises(RuntimeError, match="^x: expected 8 channels, got 9$"):
         module(torch.ones(2, 9, 3, 3, device=device))
     with pytest.raises(RuntimeError, match="^x: expected 4 dimensions"):

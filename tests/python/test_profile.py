@@ -215,7 +215,7 @@ def profile(device="cuda", wall=100.0, channels_last=False, amp=False, **times):
 
 def test_advice_is_ranked_by_what_it_may_bring():
     found = advice.advise(profile(**{kinds.CONVOLUTION: 30.0, kinds.ELEMENTWISE: 10.0}))
-    assert [item.what.split()[0] for item in found] == [
+    assert [item.what.split("(")[0].split()[0] for item in found] == [
         "a",
         "torch.compile",
         "fusewise.nn.SqueezeExcitation",
@@ -265,16 +265,94 @@ def test_operators_for_modules_of_others():
     torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
     timm = pytest.importorskip("timm", reason="timm is not installed")
     theirs = torchvision.ops.SqueezeExcitation
-    for module, arguments in (
-        (theirs(8, 2, nn.SiLU), ""),
-        (theirs(8, 2), '(..., activation="relu")'),
-        (theirs(8, 2, nn.ReLU, nn.Hardsigmoid), '(..., activation="relu", gate="hardsigmoid")'),
-        (timm.layers.SEModule(16), '(..., activation="relu")'),
+    for module in (
+        theirs(8, 2, nn.SiLU),
+        theirs(8, 2, nn.ReLU, nn.Hardsigmoid),
+        timm.layers.SEModule(16),
+        timm.models._efficientnet_blocks.SqueezeExcite(16, act_layer=nn.Hardswish),
     ):
-        assert advice.operator_for(module) == f"fusewise.nn.SqueezeExcitation{arguments}"
-    hard = torchvision.ops.SqueezeExcitation(8, 2, activation=nn.Tanh)
-    for module in (fusewise.nn.SqueezeExcitation(8, 2), hard, nn.ReLU()):
+        assert advice.operator_for(module) == "fusewise.nn.SqueezeExcitation.from_module"
+        fusewise.nn.SqueezeExcitation.from_module(module)  # what was advised can be done
+    for module in (
+        fusewise.nn.SqueezeExcitation(8, 2, "relu"),
+        theirs(8, 2, activation=nn.Tanh),
+        timm.layers.SEModule(16, add_maxpool=True),
+        nn.ReLU(),
+    ):
         assert advice.operator_for(module) == ""
+
+
+def test_operators_for_a_class_that_nobody_knows():
+    layers = [nn.Conv2d(8, 2, 1), nn.Hardswish(), nn.Conv2d(2, 8, 1), nn.Hardsigmoid()]
+    module = type("SEModule", (nn.Sequential,), {})(*layers)
+    said = 'fusewise.nn.SqueezeExcitation(..., "hardswish", "hardsigmoid")'
+    assert advice.operator_for(module) == said
+    module[1] = nn.Tanh()
+    assert advice.operator_for(module) == ""
+
+
+class Feed(nn.Module):
+    """Linear layers whose activations are called in another order than they are made in."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+        self.stack = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
+        self.dropping = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.5))
+        self.hard = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x):
+        x = self.down(self.act(self.up(self.act(x))))
+        return self.hard(self.dropping(self.stack(x)))
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_activations_behind_linear_layers(train):
+    net = Feed().train(train)
+    step = model._step(net, [torch.randn(3, 4)], "cpu", train, False)
+    it = model.Subject(net, step, torch.float32)
+    behind = record.behind_linears(it)
+    assert ("up", "act", 0.5) in behind and ("hard.0", "hard.1", 1.0) in behind
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+    # 20 µs in act, half of it behind a linear layer; 30, 5 and 5 in the others, 40 elsewhere.
+    times = {"act": 20.0, "stack.1": 30.0, "dropping.1": 5.0, "hard.1": 5.0, "up": 40.0}
+    pieces = [
+        Piece(us, kinds.OTHER, "op", (name, name.rpartition(".")[0])) for name, us in times.items()
+    ]
+    found = analysis.fusable(net, pieces, behind)
+    linear, stack = "fusewise.nn.LinearAct.from_linear", "fusewise.nn.MLP.from_sequential"
+    assert [(each.operator, each.name, each.calls) for each in found] == [
+        (stack, "Sequential", 1),
+        (linear, "Linear and SiLU", 1),
+        (linear, "Linear and GELU", 1),
+    ]
+    assert [each.share for each in found] == pytest.approx([0.3, 0.1, 0.05])
+    fusewise.nn.MLP.from_sequential(net.stack)  # what was advised can be done
+    fusewise.nn.LinearAct.from_linear(net.up, net.act)
+
+
+def test_advice_on_linear_layers():
+    it = profile(wall=100.0, **{kinds.PRODUCT: 60.0, kinds.ELEMENTWISE: 40.0})
+    it.fusable.append(analysis.Fusable("fusewise.nn.MLP.from_sequential", "Mlp", 12, 0.2))
+    (found,) = (item for item in advice.advise(it) if "MLP" in item.what)
+    assert found.what == "fusewise.nn.MLP.from_sequential for Mlp"
+    assert found.bound == pytest.approx(1.25)
+    assert found.why.startswith("12 activations behind linear layers take 20% of the work")
+
+
+def test_a_profile_advises_a_stack(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("timm", reason="timm is not installed")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model_with_a_stack.py").write_text(
+        "from timm.layers import Mlp\nfrom torch import nn\n"
+        "net = nn.Sequential(Mlp(8, 2048, 8), Mlp(8, 2048, 8))\n"
+    )
+    command = ["profile", "model_with_a_stack:net", "--input", "512,8", "--device", "cpu"]
+    assert cli.main([*command, "--out", "out"]) == 0
+    assert "fusewise.nn.MLP.from_sequential for Mlp" in capsys.readouterr().out
 
 
 def test_a_class_inside_itself_counts_once():

@@ -133,7 +133,7 @@ def test_explain_tells_forward_and_backward(case):
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 def test_explain_sees_through_a_model(device, compiled):
     def block():
-        return fusewise.nn.SqueezeExcitation(8, 2, device=device)
+        return fusewise.nn.SqueezeExcitation(8, 2, "silu", device=device)
 
     model = torch.nn.Sequential(block(), torch.nn.ReLU(), block())
     run = torch.compile(model) if compiled else model

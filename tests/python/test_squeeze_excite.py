@@ -20,6 +20,7 @@ from reference import (
     gradients,
     make_case,
     same_bits,
+    with_silu,
 )
 
 forward_op = torch.ops.fusewise._squeeze_excite.default
@@ -215,7 +216,7 @@ def test_only_the_wanted_gradients_are_computed(device, wanted):
     full = gradients(squeeze_excite, case)
     inputs = [t.detach().requires_grad_(need) for t, need in zip(case.inputs, wanted, strict=True)]
     with Calls() as calls:
-        y = squeeze_excite(*inputs)
+        y = with_silu(*inputs)
         if any(wanted):
             y.backward(case.dy)
     forward, *backward = calls.seen
@@ -235,9 +236,9 @@ def test_only_the_wanted_gradients_are_computed(device, wanted):
 def test_nothing_is_saved_without_gradients(device, mode):
     case = make_case((2, 6, 4, 5), 3, device)
     inputs = [t.requires_grad_() for t in case.inputs]
-    expected = squeeze_excite(*inputs)
+    expected = with_silu(*inputs)
     with mode(), Calls() as calls:
-        y = squeeze_excite(*inputs)
+        y = with_silu(*inputs)
     ((op, arguments, (_, saved)),) = calls.seen
     assert op is forward_op and arguments[7] is False and saved.numel() == 0
     assert not y.requires_grad and torch.equal(y, expected)
@@ -249,7 +250,7 @@ def test_what_is_kept_for_backward(device):
     inputs = [t.requires_grad_() for t in case.inputs]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = squeeze_excite(*inputs)
+        y = with_silu(*inputs)
     known = {t.data_ptr() for t in inputs}
     own = [t for t in kept if t.data_ptr() not in known]
     assert [(t.dtype, t.numel()) for t in own] == [(torch.float32, 2 * (2 * 6 + 3))]
@@ -262,7 +263,7 @@ def test_backward_reads_what_the_hooks_give_back(device):
     case = make_case((2, 6, 4, 5), 3, device)
     inputs = [t.detach().requires_grad_() for t in case.inputs]
     with torch.autograd.graph.save_on_cpu():
-        y = squeeze_excite(*inputs)
+        y = with_silu(*inputs)
     y.backward(case.dy)
     for tensor, name in zip(inputs, OUTPUTS[1:], strict=True):
         assert torch.equal(tensor.grad, gradients(squeeze_excite, case)[name])
@@ -273,7 +274,7 @@ def test_checkpointing(device, reentrant):
     case = make_case((2, 6, 4, 5), 3, device)
 
     def checkpointed(*arguments):
-        return checkpoint(squeeze_excite, *arguments, use_reentrant=reentrant)
+        return checkpoint(with_silu, *arguments, use_reentrant=reentrant)
 
     plain, again = gradients(squeeze_excite, case), None
     inputs = [t.detach().requires_grad_() for t in case.inputs]
@@ -288,7 +289,7 @@ def test_one_tensor_as_both_weights(device):
     """Each use has its own gradient, and they add up: once, and through a second derivative."""
     case = make_case((2, 6, 4, 5), 6, device, DTYPES["fp64"])
     results = []
-    for fn in (eager, squeeze_excite):
+    for fn in (eager, with_silu):
         x, w = case.x.detach().requires_grad_(), case.w1.detach().requires_grad_()
         y = fn(x, w, case.b1, w, case.b2)
         first = torch.autograd.grad(y.square().sum(), (x, w), create_graph=True)
@@ -300,7 +301,7 @@ def test_one_tensor_as_both_weights(device):
 def test_distributed_data_parallel(device, tmp_path):
     """One process is enough to see that gradients arrive through DDP's hooks."""
     backend = "gloo" if device == "cpu" else "nccl"
-    module = fusewise.nn.SqueezeExcitation(12, 3, device=device)
+    module = fusewise.nn.SqueezeExcitation(12, 3, "silu", device=device)
     x = torch.randn(4, 12, 6, 5, device=device)
     module(x).square().sum().backward()
     expected = [p.grad.clone() for p in module.parameters()]
@@ -336,7 +337,7 @@ def test_autocast_changes_nothing(device, dtypes):
 @pytest.mark.parametrize("layout", ("nchw", "channels_last"))
 def test_compile_fullgraph_with_dynamic_batch(device, layout):
     torch._dynamo.reset()
-    module = fusewise.nn.SqueezeExcitation(12, 3, device=device)
+    module = fusewise.nn.SqueezeExcitation(12, 3, "silu", device=device)
     compiled = torch.compile(module, fullgraph=True)
 
     def step(fn, batch):
@@ -372,11 +373,11 @@ def test_compile_refuses_bad_shapes_while_tracing(device):
     case = make_case((3, 6, 4, 5), 3, device)
     compiled = torch.compile(squeeze_excite, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"w2: expected \[6, 3\], got \[5, 3\]"):
-        compiled(case.x, case.w1, None, case.w2[:5], None)
+        compiled(case.x, case.w1, None, case.w2[:5], None, "silu")
 
 
 def test_export_with_dynamic_batch(device):
-    module = fusewise.nn.SqueezeExcitation(12, 3, device=device).eval()
+    module = fusewise.nn.SqueezeExcitation(12, 3, "silu", device=device).eval()
     x = torch.randn(4, 12, 6, 5, device=device)
     batch = torch.export.Dim("batch", min=1, max=1024)
     with torch.no_grad():
@@ -398,9 +399,9 @@ def test_host_memory_is_flat_over_many_calls():
 
     def work(calls):
         for _ in range(calls):
-            squeeze_excite(*case.inputs)
+            with_silu(*case.inputs)
         for _ in range(calls // 10):
-            torch.autograd.grad(squeeze_excite(*learned).sum(), learned)
+            torch.autograd.grad(with_silu(*learned).sum(), learned)
 
     work(2000)
     before = resident_bytes()

@@ -1,7 +1,15 @@
 """Loads the operator libraries and adds what the stable ABI cannot: fake kernels and torch's own
 error types. Everything here is private; `fusewise.functional` is the door."""
 
-from ._library import CUDA_MISSING, build_info, rephrased
+from . import _flops  # noqa: F401 - registers what torch's counter of operations asks for
+from ._library import (
+    CUDA_MISSING,
+    WAY_OUT,
+    build_info,
+    dtensor_error,
+    refuse_onnx,
+    rephrased,
+)
 from .autoencoder import (
     AUTOENCODER_WEIGHTS,
     autoencoder,
@@ -10,6 +18,7 @@ from .autoencoder import (
     autoencoder_score_dtype,
     autoencoder_wrong_type,
     check_autoencoder,
+    check_rows,
 )
 from .linear_act import (
     ACTIVATIONS,
@@ -22,7 +31,10 @@ from .linear_act import (
     wrong_linear_type,
 )
 from .squeeze_excite import (
+    SQUEEZE_EXCITE_ACTIVATIONS,
+    SQUEEZE_EXCITE_GATES,
     check_squeeze_excite,
+    missing_activation,
     saved_dtype,
     squeeze_excite,
     squeeze_excite_backward,
@@ -34,6 +46,9 @@ __all__ = [
     "AUTOENCODER_WEIGHTS",
     "ACTIVATIONS",
     "CUDA_MISSING",
+    "SQUEEZE_EXCITE_ACTIVATIONS",
+    "SQUEEZE_EXCITE_GATES",
+    "WAY_OUT",
     "autoencoder",
     "autoencoder_backward",
     "autoencoder_explain",
@@ -42,12 +57,16 @@ __all__ = [
     "build_info",
     "check_autoencoder",
     "check_linear_act",
+    "check_rows",
     "check_squeeze_excite",
+    "dtensor_error",
     "linear_act",
     "linear_act_backward",
     "linear_act_explain",
+    "missing_activation",
     "mlp",
     "mlp_backward",
+    "refuse_onnx",
     "rephrased",
     "saved_dtype",
     "squeeze_excite",

@@ -1,8 +1,11 @@
 """Loading of the two libraries: schemas with CPU kernels, and CUDA kernels."""
 
+import sys
 from pathlib import Path
 
 import torch
+
+from ._architectures import why_unsupported
 
 # The major version that the CUDA library is linked for; the stable ABI does not cover CUDA's own.
 CUDA_MAJOR = "13"
@@ -44,27 +47,62 @@ def build_info() -> dict[str, str]:
     return dict(line.split("\t", 1) for line in text.splitlines() if line)
 
 
-def rephrased(error: RuntimeError, **tensors: torch.Tensor | None) -> RuntimeError:
+WAY_OUT = 'inside `with fusewise.implementation("torch"):` it runs as torch\'s own operators'
+
+
+def refuse_onnx(operator: str) -> None:
+    """While a model is exported to ONNX, which has no fused operators: an error that says so."""
+    onnx = sys.modules.get("torch.onnx")  # importing it takes longer than all of fusewise
+    if onnx is not None and onnx.is_in_onnx_export():
+        raise RuntimeError(f"{operator}: ONNX has no such operator of fusewise; {WAY_OUT}")
+
+
+def dtensor_error(name: str, tensor: torch.Tensor | None) -> RuntimeError | None:
+    """For parameters that tensor parallelism or an inner `fully_shard` has distributed."""
+    module = sys.modules.get("torch.distributed.tensor")  # there are none where it is not loaded
+    if module is None or not isinstance(tensor, module.DTensor):
+        return None
+    return RuntimeError(
+        f"{name}: expected a plain tensor, got a DTensor, which fusewise does not take; apply "
+        "fully_shard to the whole fusewise module, not to its layers, and leave it out of a "
+        f"tensor-parallel plan; {WAY_OUT}"
+    )
+
+
+def rephrased(error: Exception, **tensors: torch.Tensor | None) -> Exception:
     """The error that an operator's failure should be.
 
-    The stable ABI turns every exception into a RuntimeError, and the dispatcher says of tensors
-    without a kernel only that there is none; here, on the error path alone, both become clear.
+    The stable ABI turns every exception into a RuntimeError, the dispatcher says of tensors without
+    a kernel only that there is none, and the core's list of implementations lacks torch. Here, on
+    the error path alone, all three become clear.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return error
-    if "out of memory" in str(error):
+    if str(error).startswith("out of memory: "):
         return torch.OutOfMemoryError(str(error))
+    if "implementation: " in str(error):
+        return RuntimeError(f"{error}; 'torch' would take it")
+    for name, tensor in tensors.items():
+        if clearer := dtensor_error(name, tensor):
+            return clearer
     if isinstance(error, NotImplementedError):
         for name, tensor in tensors.items():
             if tensor is None:
                 continue
             if tensor.layout is not torch.strided or tensor.is_nested:
                 kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-                return RuntimeError(f"{name}: expected a dense tensor, got a {kind} one")
+                return RuntimeError(f"{name}: expected a dense tensor, got a {kind} one; {WAY_OUT}")
             if tensor.is_quantized:
                 return RuntimeError(f"{name}: expected a floating dtype, got {tensor.dtype}")
             if tensor.is_cuda and CUDA_MISSING:
                 return RuntimeError(f"{name}: is on {tensor.device}, but {CUDA_MISSING}")
             if tensor.device.type not in ("cpu", "cuda", "meta"):
                 return RuntimeError(f"{name}: expected cpu or cuda, got {tensor.device}")
+    if "CUDA: " in str(error) and not CUDA_MISSING:
+        for name, tensor in tensors.items():
+            if tensor is None or not tensor.is_cuda:
+                continue
+            capability = torch.cuda.get_device_capability(tensor.device)
+            if reason := why_unsupported(capability, build_info()["architectures"]):
+                return RuntimeError(f"{name}: is on {tensor.device}, {reason}")
     return error

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import _library  # noqa: F401 - the operators exist once the library is loaded
+from ._library import refuse_onnx
 
 autoencoder = torch.ops.fusewise._autoencoder.default
 autoencoder_backward = torch.ops.fusewise._autoencoder_backward.default
@@ -72,20 +72,26 @@ def check_autoencoder(x, weights, output):
         if tensor.dtype != encoder.dtype:
             refuse(f"{name}: expected {encoder.dtype} as the other weights, got {tensor.dtype}")
     frames = basis.shape[1] // slices
-    shape = list(x.shape)
-    if len(shape) not in (2, 3):
-        refuse(f"x: expected [N, {frames * mels}] or [N, {frames}, {mels}], got {shape}")
-    if len(shape) == 2 and shape[1] != frames * mels:
-        row = f"{frames} x {mels} = {frames * mels}"
-        refuse(f"x: expected rows of {row} values, got {shape[1]}")
-    if len(shape) == 3 and shape[1:] != [frames, mels]:
-        refuse(f"x: expected rows of {frames} frames of {mels} values, got {shape}")
+    check_rows(x, frames, mels)
     if encoder.dtype != x.dtype and not (x.dtype in _HALF and encoder.dtype == torch.float32):
         wanted = f"{x.dtype} as x, or torch.float32 beside half x"
         refuse(f"encoder_weight: expected {wanted}, got {encoder.dtype}")
     if output not in _OUTPUTS:
         refuse(f"output: expected 'reconstruction', 'latent' or 'score', got '{output}'")
     return frames, mels
+
+
+def check_rows(x, frames, mels):
+    shape = list(x.shape)
+    if len(shape) not in (2, 3):
+        raise RuntimeError(
+            f"x: expected [N, {frames * mels}] or [N, {frames}, {mels}], got {shape}"
+        )
+    if len(shape) == 2 and shape[1] != frames * mels:
+        row = f"{frames} x {mels} = {frames * mels}"
+        raise RuntimeError(f"x: expected rows of {row} values, got {shape[1]}")
+    if len(shape) == 3 and shape[1:] != [frames, mels]:
+        raise RuntimeError(f"x: expected rows of {frames} frames of {mels} values, got {shape}")
 
 
 def autoencoder_score_dtype(x):
@@ -95,6 +101,7 @@ def autoencoder_score_dtype(x):
 
 @torch.library.register_fake("fusewise::_autoencoder")
 def _(x, weights, output, tf32, save, implementation):
+    refuse_onnx("autoencoder")
     check_autoencoder(x, weights, output)
     rows, latent, wide = x.shape[0], weights[4].shape[0], autoencoder_score_dtype(x)
     result = {

@@ -2,14 +2,29 @@
 
 import torch
 
-from . import _library  # noqa: F401 - the operators exist once the library is loaded
+from ._library import refuse_onnx
 
 squeeze_excite = torch.ops.fusewise._squeeze_excite.default
 squeeze_excite_backward = torch.ops.fusewise._squeeze_excite_backward.default
 squeeze_excite_explain = torch.ops.fusewise._squeeze_excite_explain.default
 
+SQUEEZE_EXCITE_ACTIVATIONS = ("silu", "relu", "hardswish")
+SQUEEZE_EXCITE_GATES = ("sigmoid", "hardsigmoid")
+
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATING = (torch.float32, torch.float64, *_HALF)
+
+
+def _names(known):
+    return ", ".join(f"'{name}'" for name in known[:-1]) + f" or '{known[-1]}'"
+
+
+def missing_activation():
+    names = _names(SQUEEZE_EXCITE_ACTIVATIONS)
+    return TypeError(
+        f"activation: expected {names}, got nothing; it has no default because torchvision's "
+        "SqueezeExcitation has 'relu' and timm's depends on the model"
+    )
 
 
 def wrong_type(x, w1, b1, w2, b2, activation, gate):
@@ -24,11 +39,11 @@ def wrong_type(x, w1, b1, w2, b2, activation, gate):
             got = "None" if value is None else kind.removeprefix("builtins.")
             return TypeError(f"{name}: expected a tensor{' or None' * optional}, got {got}")
     for name, value, known in (
-        ("activation", activation, "'silu' or 'relu'"),
-        ("gate", gate, "'sigmoid' or 'hardsigmoid'"),
+        ("activation", activation, SQUEEZE_EXCITE_ACTIVATIONS),
+        ("gate", gate, SQUEEZE_EXCITE_GATES),
     ):
         if not isinstance(value, str):
-            return TypeError(f"{name}: expected {known}, got {value!r}")
+            return TypeError(f"{name}: expected {_names(known)}, got {value!r}")
     return None
 
 
@@ -59,7 +74,7 @@ def check_squeeze_excite(x, w1, b1, w2, b2, activation, gate):
     r = w1.shape[0] if w1.dim() else 0
     if r < 1:
         refuse(f"w1: expected [R, {c}] with R >= 1, got {list(w1.shape)}")
-    parameters = (("w1", w1, [r, c]), ("b1", b1, [r]), ("w2", w2, [c, r]), ("b2", b2, [c]))
+    parameters = (("w1", w1, [r, c]), ("w2", w2, [c, r]), ("b1", b1, [r]), ("b2", b2, [c]))
     for name, tensor, expected in parameters:
         if tensor is None:
             continue
@@ -70,10 +85,12 @@ def check_squeeze_excite(x, w1, b1, w2, b2, activation, gate):
             refuse(f"{name}: expected a tensor on {x.device}, got one on {tensor.device}")
         if tensor.dtype != w1.dtype:
             refuse(f"{name}: expected {w1.dtype} as the other weights, got {tensor.dtype}")
-    if activation not in ("silu", "relu"):
-        refuse(f"activation: expected 'silu' or 'relu', got '{activation}'")
-    if gate not in ("sigmoid", "hardsigmoid"):
-        refuse(f"gate: expected 'sigmoid' or 'hardsigmoid', got '{gate}'")
+    for name, value, known in (
+        ("activation", activation, SQUEEZE_EXCITE_ACTIVATIONS),
+        ("gate", gate, SQUEEZE_EXCITE_GATES),
+    ):
+        if value not in known:
+            refuse(f"{name}: expected {_names(known)}, got '{value}'")
 
 
 def saved_dtype(x):
@@ -83,6 +100,7 @@ def saved_dtype(x):
 
 @torch.library.register_fake("fusewise::_squeeze_excite")
 def _(x, w1, b1, w2, b2, activation, gate, save, implementation):
+    refuse_onnx("squeeze_excite")
     check_squeeze_excite(x, w1, b1, w2, b2, activation, gate)
     n, c = x.shape[:2]
     kept = n * (2 * c + w1.shape[0]) if save else 0

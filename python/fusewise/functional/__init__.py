@@ -2,8 +2,12 @@
 gradient is wanted, through a `torch.autograd.Function` where one is, and through the same formula
 in plain torch where only that is right (`torch.func`, forward-mode AD, double backward)."""
 
+from ._transforms import refuse_script
 from .linear_act import linear_act
 from .mlp import mlp
 from .squeeze_excite import squeeze_excite
+
+for _function in (linear_act, mlp, squeeze_excite):
+    _function.__prepare_scriptable__ = refuse_script
 
 __all__ = ["linear_act", "mlp", "squeeze_excite"]

@@ -2,9 +2,15 @@
 
 import torch
 from torch.autograd import forward_ad
+from torch.fx import Proxy
+
+from .. import _ops
+from .._settings import TORCH, settings
 
 transforms_active = torch._C._are_functorch_transforms_active
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd.grad(is_grads_batched=True)
+
+SEEN_THROUGH = "torch.func transforms and forward-mode AD see through torch's own operators only"
 
 
 def needs_formula() -> bool:
@@ -12,12 +18,42 @@ def needs_formula() -> bool:
     return transforms_active() or forward_ad._current_level >= 0
 
 
-def refuse_forced(name: str) -> None:
-    if name:
-        raise RuntimeError(
-            f"implementation: '{name}' was forced, but under torch.func transforms and "
-            "forward-mode AD only torch's own operators run"
+def is_symbolic(x) -> bool:
+    """Whether x is what torch.fx traces with: a name without a type or a size."""
+    return isinstance(x, Proxy)
+
+
+def is_jit_tracing() -> bool:
+    """Whether torch.jit.trace runs: it warns of every look at a size."""
+    return torch._C._get_tracing_state() is not None
+
+
+def refuse_exporters(operator: str, x) -> None:
+    """For tracers that cannot take a fused operator: an error that names the way out."""
+    if is_symbolic(x):
+        raise TypeError(
+            f"{operator}: torch.fx cannot trace a fused operator of fusewise; {_ops.WAY_OUT}"
         )
+    if is_jit_tracing():
+        _ops.refuse_onnx(operator)
+
+
+def refuse_script(_=None) -> None:
+    """In the place of `__prepare_scriptable__`, which torch.jit.script calls before it compiles."""
+    raise RuntimeError(
+        "torch.jit.script cannot compile fusewise's operators; use torch.export or torch.compile, "
+        'or torch.jit.trace inside `with fusewise.implementation("torch"):`, which records '
+        "torch's own operators"
+    )
+
+
+def refuse_forced(operator: str, why: str) -> None:
+    """For calls that only torch's own operators can serve: a forced name must not be ignored."""
+    for name in (getattr(settings, operator), getattr(settings, operator + "_backward")):
+        if name not in ("", TORCH):
+            raise RuntimeError(
+                f"implementation: '{name}' was forced, but torch's own operators run, because {why}"
+            )
 
 
 def direct_apply(function: type[torch.autograd.Function]):

@@ -5,14 +5,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _ops
-from .._explain import record
-from .._settings import settings
+from .._explain import record, record_torch
+from .._settings import TORCH, settings
 from ._products import cast_inputs, product_math, without_autocast
 from ._transforms import (
+    SEEN_THROUGH,
     direct_apply,
     formula_gradients,
+    is_jit_tracing,
+    is_symbolic,
     needs_formula,
     needs_graph,
+    refuse_exporters,
     refuse_forced,
 )
 
@@ -29,13 +33,10 @@ def linear_act(x: Tensor, w: Tensor, b: Tensor | None = None, activation: str = 
     Returns:
         `[..., N]`, in x's dtype, or in autocast's.
     """
-    if needs_formula():
-        refuse_forced(settings.linear_act)
-        if error := _ops.wrong_linear_type(x, w, b, activation):
-            raise error
-        x, (w, b) = cast_inputs(x, [w, b])
-        _ops.check_linear_act(x, w, b, activation)
-        return formula(x, w, b, activation)
+    forced, forced_backward = settings.linear_act, settings.linear_act_backward
+    if forced == TORCH or needs_formula():
+        return _with_torch(x, w, b, activation, forced)
+    refuse_exporters("linear_act", x)
     try:
         x, (w, b) = cast_inputs(x, [w, b])
         math = product_math(x)
@@ -44,7 +45,6 @@ def linear_act(x: Tensor, w: Tensor, b: Tensor | None = None, activation: str = 
         )
     except AttributeError as error:
         raise _ops.wrong_linear_type(x, w, b, activation) or error from None
-    forced, forced_backward = settings.linear_act, settings.linear_act_backward
     if wants_gradient:
         y = _apply(x, w, b, activation, math, forced, forced_backward)
     else:
@@ -127,10 +127,31 @@ def record_linear_act(x, w, b, activation, math, wants_gradient):
         record("linear_act", direction, x, answer)
 
 
-def formula(x, w, b, activation):
+def _with_torch(x, w, b, activation, forced):
+    why = "" if forced == TORCH else SEEN_THROUGH
+    if why:
+        refuse_forced("linear_act", why)
+    if not is_symbolic(x):
+        if error := _ops.wrong_linear_type(x, w, b, activation):
+            raise error
+        x, (w, b) = cast_inputs(x, [w, b])
+        if not is_jit_tracing() and not x.is_nested:
+            _ops.check_linear_act(x, w, b, activation)
+    y = plain(x, w, b, activation)
+    if settings.records is not None:
+        record_torch("linear_act", x, y, why)
+    return y
+
+
+def plain(x, w, b, activation):
     """The operator in torch's own terms, which every transform of torch can see through."""
+    return ACTIVATIONS[activation](F.linear(x, w, b))
+
+
+def formula(x, w, b, activation):
+    """The same, of what is already in the dtype that it is computed in."""
     with without_autocast(x):
-        return ACTIVATIONS[activation](F.linear(x, w, b))
+        return plain(x, w, b, activation)
 
 
 ACTIVATIONS = {

@@ -6,16 +6,22 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from .._settings import settings
+from .._explain import record_torch
+from .._settings import TORCH, settings
 from ._products import cast_inputs, product_math, without_autocast
 from ._transforms import (
+    SEEN_THROUGH,
     direct_apply,
     formula_gradients,
+    is_jit_tracing,
+    is_symbolic,
     needs_formula,
     needs_graph,
+    refuse_exporters,
     refuse_forced,
 )
 from .linear_act import formula as layer_formula
+from .linear_act import plain as plain_layer
 from .linear_act import record_linear_act
 
 
@@ -38,6 +44,9 @@ def mlp(
     Returns:
         `[..., K_n]`, in x's dtype, or in autocast's.
     """
+    forced, forced_backward = settings.linear_act, settings.linear_act_backward
+    if forced != TORCH:
+        refuse_exporters("mlp", x)
     weights, biases = _lists(x, weights, biases)
     layers = len(weights)
     for name, kind in (("activation", activation), ("final_activation", final_activation)):
@@ -45,20 +54,16 @@ def mlp(
             known = ", ".join(map(repr, _ops.ACTIVATIONS))
             error = ValueError if isinstance(kind, str) else TypeError
             raise error(f"{name}: expected one of {known}, got {kind!r}")
-    if needs_formula():
-        refuse_forced(settings.linear_act)
-        x, parameters = cast_inputs(x, [*weights, *biases])
-        _check(x, parameters[:layers], parameters[layers:], activation, final_activation)
-        return _formula(x, parameters, layers, activation, final_activation)
+    if forced == TORCH or needs_formula():
+        return _with_torch(x, weights, biases, activation, final_activation, forced)
     x, parameters = cast_inputs(x, [*weights, *biases])
     math = product_math(x)
     wants_gradient = torch.is_grad_enabled() and (
         x.requires_grad or any(t.requires_grad for t in parameters)
     )
-    forced = settings.linear_act
     kinds = (activation, final_activation)
     if wants_gradient:
-        y = _apply(x, layers, kinds, math, forced, settings.linear_act_backward, *parameters)
+        y = _apply(x, layers, kinds, math, forced, forced_backward, *parameters)
     else:
         y, _ = _forward(x, parameters, layers, kinds, False, math, forced)
     if settings.records is not None:
@@ -110,14 +115,14 @@ _apply = direct_apply(_Mlp)
 
 def _lists(x, weights, biases):
     """As lists; a TypeError where that is not what they are."""
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) and not is_symbolic(x):
         raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
     found = []
     for name, value in (("weights", weights), ("biases", [] if biases is None else biases)):
         if isinstance(value, Tensor) or not isinstance(value, (list, tuple)):
             raise TypeError(f"{name}: expected a list of tensors, got {type(value).__name__}")
         for i, tensor in enumerate(value):
-            if not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor) and not is_symbolic(tensor):
                 kind = type(tensor).__name__
                 raise TypeError(f"{name}: expected tensors, got {kind} in place {i}")
         found.append(list(value))
@@ -132,7 +137,7 @@ def _forward(x, parameters, layers, kinds, save, math, forced):
     weights, biases = list(parameters[:layers]), list(parameters[layers:])
     try:
         return _ops.mlp(x, weights, biases, *kinds, save, *math, forced)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         named = {f"weights[{i}]": w for i, w in enumerate(weights)}
         named |= {f"biases[{i}]": b for i, b in enumerate(biases)}
         raise _ops.rephrased(error, x=x, **named) from None
@@ -154,6 +159,23 @@ def _check(x, weights, biases, activation, final_activation):
         except RuntimeError as error:
             raise RuntimeError(f"layer {i}: {error}") from None
         x = x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+def _with_torch(x, weights, biases, activation, final_activation, forced):
+    why = "" if forced == TORCH else SEEN_THROUGH
+    if why:
+        refuse_forced("linear_act", why)
+    layers, parameters = len(weights), [*weights, *biases]
+    if not is_symbolic(x):
+        x, parameters = cast_inputs(x, parameters)
+        if not is_jit_tracing() and not x.is_nested:
+            _check(x, parameters[:layers], parameters[layers:], activation, final_activation)
+    y = x
+    for w, b, kind in _layers(parameters, layers, activation, final_activation):
+        y = plain_layer(y, w, b, kind)
+    if settings.records is not None:
+        record_torch("linear_act", x, y, why)
+    return y
 
 
 def _formula(x, parameters, layers, activation, final_activation):

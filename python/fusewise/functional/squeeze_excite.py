@@ -5,13 +5,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _ops
-from .._explain import record
-from .._settings import settings
+from .._explain import record, record_torch
+from .._settings import TORCH, settings
+from ._products import autocast_dtype
 from ._transforms import (
+    SEEN_THROUGH,
     direct_apply,
     formula_gradients,
+    is_jit_tracing,
+    is_symbolic,
     needs_formula,
     needs_graph,
+    refuse_exporters,
     refuse_forced,
 )
 
@@ -22,7 +27,7 @@ def squeeze_excite(
     b1: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
-    activation: str = "silu",
+    activation: str = None,
     gate: str = "sigmoid",
 ) -> Tensor:
     """Squeeze-and-Excitation: `x * gate(w2 @ act(w1 @ mean(x) + b1) + b2)`, the mean over H and W.
@@ -33,15 +38,19 @@ def squeeze_excite(
         b1: `[R]` or None.
         w2: `[C, R]` or `[C, R, 1, 1]`.
         b2: `[C]` or None.
-        activation: "silu" or "relu".
+        activation: "silu", "relu" or "hardswish". Has to be given: torchvision's is relu, timm's
+            depends on the model.
         gate: "sigmoid" or "hardsigmoid".
 
     Returns:
         A tensor like x, in x's layout. Autocast changes nothing.
     """
-    if needs_formula():
-        refuse_forced(settings.squeeze_excite)
-        return _formula(x, w1, b1, w2, b2, activation, gate)
+    if activation is None:
+        raise _ops.missing_activation()
+    forced, forced_backward = settings.squeeze_excite, settings.squeeze_excite_backward
+    if forced == TORCH or needs_formula():
+        return _with_torch(x, w1, b1, w2, b2, activation, gate, forced)
+    refuse_exporters("squeeze_excite", x)
     try:
         wants_gradient = torch.is_grad_enabled() and (
             x.requires_grad
@@ -52,7 +61,6 @@ def squeeze_excite(
         )
     except AttributeError as error:
         raise _ops.wrong_type(x, w1, b1, w2, b2, activation, gate) or error from None
-    forced, forced_backward = settings.squeeze_excite, settings.squeeze_excite_backward
     if wants_gradient:
         y = _apply(x, w1, b1, w2, b2, activation, gate, forced, forced_backward)
     else:
@@ -125,6 +133,34 @@ def _record(x, w1, b1, w2, b2, activation, gate, wants_gradient):
         record("squeeze_excite", direction, x, answer)
 
 
+def _with_torch(x, w1, b1, w2, b2, activation, gate, forced):
+    if forced == TORCH:
+        why, y = "", _plain(x, w1, b1, w2, b2, activation, gate)
+    else:
+        why = SEEN_THROUGH
+        refuse_forced("squeeze_excite", why)
+        y = _formula(x, w1, b1, w2, b2, activation, gate)
+    if settings.records is not None:
+        record_torch("squeeze_excite", x, y, why)
+    return y
+
+
+def _plain(x, w1, b1, w2, b2, activation, gate):
+    """What a module of torch's own operators computes, roundings and autocast included."""
+    if not is_symbolic(x):
+        if not is_jit_tracing():
+            _ops.check_squeeze_excite(x, w1, b1, w2, b2, activation, gate)
+        if autocast_dtype(x) is None:
+            w1, b1, w2, b2 = (None if t is None else t.to(x.dtype) for t in (w1, b1, w2, b2))
+    hidden = ACTIVATIONS[activation](F.linear(x.mean((2, 3)), w1.flatten(1), b1))
+    gates = GATES[gate](F.linear(hidden, w2.flatten(1), b2))
+    return x * gates[:, :, None, None]
+
+
+ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "hardswish": F.hardswish}
+GATES = {"sigmoid": torch.sigmoid, "hardsigmoid": F.hardsigmoid}
+
+
 def _formula(x, w1, b1, w2, b2, activation, gate):
     """The operator in torch's own terms, which every transform of torch can see through."""
     _ops.check_squeeze_excite(x, w1, b1, w2, b2, activation, gate)
@@ -132,7 +168,11 @@ def _formula(x, w1, b1, w2, b2, activation, gate):
     w1, b1, w2, b2 = (None if t is None else t.to(dtype) for t in (w1, b1, w2, b2))
     with torch.autocast(x.device.type, enabled=False):
         pooled = x.mean((2, 3), dtype=dtype)
-        hidden = getattr(F, activation)(F.linear(pooled, w1.flatten(1), b1))
+        z = F.linear(pooled, w1.flatten(1), b1)
+        if activation == "hardswish" and dtype == torch.float64:
+            hidden = z * F.relu6(z + 3) / 6  # on CUDA torch's own keeps its 1/6 in float32
+        else:
+            hidden = getattr(F, activation)(z)
         gates = F.linear(hidden, w2.flatten(1), b2)
         # torch's hardsigmoid has no second derivative; relu6 has, and is the same function.
         gates = gates.sigmoid() if gate == "sigmoid" else F.relu6(gates + 3) / 6

@@ -3,9 +3,7 @@
 import torch
 from torch import nn
 
-import fusewise
-
-from ..bench.families.squeeze_excite import eager
+from ..bench.families.squeeze_excite import eager, fused
 from ..bench.statistics import median
 from ..profile.analysis import amdahl
 from .lesson import Finding, Lesson, Samples, interval, ratio, sample, table
@@ -37,7 +35,6 @@ def measure(device: str) -> Samples:
 
         return run
 
-    fused = fusewise.functional.squeeze_excite
     calls = {_PART: part(eager), _FAST_PART: part(fused)}
     return sample({**calls, _WHOLE: whole(eager), _FAST_WHOLE: whole(fused)}, device)
 

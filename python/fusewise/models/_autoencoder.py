@@ -4,14 +4,16 @@ import torch
 import torch.nn.functional as F
 
 from .. import _ops
-from .._explain import record
-from .._settings import settings
+from .._explain import record, record_torch
+from .._settings import TORCH, settings
 from ..functional._products import autocast_dtype, product_math, without_autocast
 from ..functional._transforms import (
+    SEEN_THROUGH,
     direct_apply,
     formula_gradients,
     needs_formula,
     needs_graph,
+    refuse_exporters,
     refuse_forced,
 )
 
@@ -21,6 +23,9 @@ def autoencoder(x, *weights, output="reconstruction"):
 
     `output` is "reconstruction" (x's shape), "latent" `[N, L]` or "score" `[N]`.
     """
+    forced, forced_backward = settings.autoencoder, settings.autoencoder_backward
+    if forced != TORCH:
+        refuse_exporters("autoencoder", x)
     try:
         if torch._C._is_any_autocast_enabled():
             x, weights = _autocast(x, weights)
@@ -30,10 +35,8 @@ def autoencoder(x, *weights, output="reconstruction"):
         tf32 = x.is_cuda and product_math(x)[0]
     except AttributeError as error:
         raise _ops.autoencoder_wrong_type(x, weights) or error from None
-    if needs_formula():
-        refuse_forced(settings.autoencoder)
-        return formula(x, weights, output)
-    forced, forced_backward = settings.autoencoder, settings.autoencoder_backward
+    if forced == TORCH or needs_formula():
+        return _with_torch(x, weights, output, forced)
     if wants_gradient:
         result = _apply((output, tf32, forced, forced_backward), x, *weights)
     else:
@@ -89,7 +92,7 @@ _apply = direct_apply(_Autoencoder)
 def _forward(x, weights, output, tf32, save, forced):
     try:
         return _ops.autoencoder(x, weights, output, tf32, save, forced)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if wrong := _ops.autoencoder_wrong_type(x, weights):
             raise wrong from None
         named = dict(zip(_ops.AUTOENCODER_WEIGHTS, weights, strict=True))
@@ -103,6 +106,16 @@ def _record(x, weights, output, tf32, wants_gradient):
     for direction, name in forced.items():
         answer = _ops.autoencoder_explain(x, weights, output, tf32, direction == "backward", name)
         record("autoencoder", direction, x, answer)
+
+
+def _with_torch(x, weights, output, forced):
+    why = "" if forced == TORCH else SEEN_THROUGH
+    if why:
+        refuse_forced("autoencoder", why)
+    result = formula(x, weights, output)
+    if settings.records is not None:
+        record_torch("autoencoder", x, result, why)
+    return result
 
 
 def formula(x, weights, output):

@@ -1,14 +1,26 @@
 """SpectralShapeAutoencoder: reconstructs frames of log-mel values, and scores how well."""
 
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._ops import AUTOENCODER_WEIGHTS
+from .._ops import AUTOENCODER_WEIGHTS, autoencoder_score_dtype, check_rows
+from .._settings import TORCH, settings
+from ..functional._transforms import is_jit_tracing, is_symbolic, refuse_script
 from ..nn._checks import floating, whole
-from ..nn._parts import computes_as, parameter, weight_and_bias
+from ..nn._parts import (
+    foreign,
+    hooks_everywhere,
+    make_weights,
+    ordinary,
+    parameter,
+    run_torch,
+    weight_and_bias,
+)
 from ._autoencoder import autoencoder
 
 # What holds the parameters, in the operators' order but for the basis, which comes in fifth.
@@ -17,6 +29,8 @@ _PARTS = {
     "bottleneck_mlp": (nn.LayerNorm, nn.Linear),
     "slice_decoder": (nn.Linear,),
 }
+_KINDS = [kind for kinds in _PARTS.values() for kind in (nn.Sequential, *kinds)]
+_HOLDERS = [i for i, kind in enumerate(_KINDS) if kind is not nn.Sequential]
 _BASIS = 4
 _NAMES = [
     f"{part}.{i}.{name}"
@@ -38,8 +52,9 @@ class SpectralShapeAutoencoder(nn.Module):
         z   = GELU(bottleneck_mlp(B s))
         y_f = slice_decoder((B^T z)_f)
 
-    The submodules hold the parameters, under the names of the state dict, and are not called: what
-    is changed in them but the parameters, such as a LayerNorm's eps, changes nothing.
+    The submodules hold the parameters, under the names of the state dict. They are called, and
+    torch's operators run, only where the fused operator would miss something: hooks on them, other
+    layers in their place, a LayerNorm with another eps.
 
     Args:
         n_mels: values of a frame.
@@ -108,8 +123,15 @@ class SpectralShapeAutoencoder(nn.Module):
         return self._run(x, "score")
 
     def _run(self, x: Tensor, output: str) -> Tensor:
+        if output != "reconstruction":
+            make_weights(self)  # the hooks of the module itself run before forward alone
+        if settings.autoencoder == TORCH:
+            return run_torch("autoencoder", self, partial(self._with_torch, output=output), x)
+        parts = self._parts()
+        if why := self._foreign(parts) or hooks_everywhere():
+            return run_torch("autoencoder", self, partial(self._with_torch, output=output), x, why)
         try:
-            return autoencoder(x, *self._weights(), output=output)
+            return autoencoder(x, *self._weights(parts), output=output)
         except RuntimeError as error:
             # By the name that the parameter has here.
             for name, own in zip(AUTOENCODER_WEIGHTS, _NAMES, strict=True):
@@ -117,21 +139,52 @@ class SpectralShapeAutoencoder(nn.Module):
                     raise RuntimeError(own + str(error)[len(name) :]) from None
             raise
 
-    def _weights(self) -> list[Tensor]:
+    def _with_torch(self, x: Tensor, output: str) -> Tensor:
+        if not is_symbolic(x) and not is_jit_tracing():
+            check_rows(x, self.frames, self.n_mels)
+        rows = x.reshape(x.shape[0], self.frames, self.n_mels)
+        slices = F.gelu(self.slice_encoder(rows))
+        basis = F.normalize(self.global_basis, dim=1)
+        z = F.gelu(self.bottleneck_mlp(F.linear(slices.flatten(1), basis)))
+        if output == "latent":
+            return z
+        codes = (z @ basis).reshape(x.shape[0], self.frames, self.slice_latent_dim)
+        y = self.slice_decoder(codes)
+        if output == "score":
+            dtype = autoencoder_score_dtype(x)
+            return (y.to(dtype) - rows.to(dtype)).square().mean((1, 2))
+        return y.reshape(x.shape)
+
+    def _parts(self) -> list[nn.Module]:
+        """The three containers, each with what is in it behind it."""
+        modules = self._modules
+        encoder = modules["slice_encoder"]
+        bottleneck = modules["bottleneck_mlp"]
+        decoder = modules["slice_decoder"]
+        return [
+            encoder,
+            *encoder._modules.values(),
+            bottleneck,
+            *bottleneck._modules.values(),
+            decoder,
+            *decoder._modules.values(),
+        ]
+
+    def _foreign(self, parts: list[nn.Module]) -> str:
+        """Why calling the parts would do something else than the operator, or ''."""
+        if ordinary(parts, _KINDS):
+            return ""
+        containers = {name: self._modules[name] for name in _PARTS}
+        why = foreign(containers, (nn.Sequential,) * len(_PARTS))
+        for name, kinds in _PARTS.items():
+            why = why or foreign(self._modules[name]._modules, kinds, f"{name}.")
+        return why
+
+    def _weights(self, parts: list[nn.Module]) -> list[Tensor]:
         """In the operators' order; made anew where they are pruned or otherwise parametrised."""
         weights = []
-        modules = self._modules
-        for name, kinds in _PARTS.items():
-            parts = modules[name]._modules.values()
-            if len(parts) != len(kinds) or not all(map(computes_as, parts, kinds)):
-                expected = ", ".join(kind.__name__ for kind in kinds)
-                found = ", ".join(type(part).__name__ for part in parts)
-                raise TypeError(
-                    f"{name}: expected {expected} of torch.nn, got {found}: their forward would "
-                    "not be called"
-                )
-            for part in parts:
-                weights += weight_and_bias(part)
+        for i in _HOLDERS:
+            weights += weight_and_bias(parts[i])
         weights.insert(_BASIS, parameter(self, "global_basis"))
         return weights
 
@@ -146,7 +199,11 @@ class SpectralShapeAutoencoder(nn.Module):
         except ImportError as error:
             message = "save_safetensors needs the package safetensors: pip install safetensors"
             raise ImportError(message) from error
-        values = (weight.detach().contiguous() for weight in self._weights())
+        parts = self._parts()
+        if why := self._foreign(parts):
+            raise TypeError(f"save_safetensors writes the weights alone, but {why}")
+        make_weights(self)
+        values = (weight.detach().contiguous() for weight in self._weights(parts))
         tensors = dict(zip(_NAMES, values, strict=True))
         content = save(tensors, {"model": type(self).__name__, **(metadata or {})})
         # Not save_file, whose file nobody else may read.
@@ -156,6 +213,8 @@ class SpectralShapeAutoencoder(nn.Module):
         # Checkpoints of old have a decoder of their own that no output ever depended on.
         state_dict.pop(prefix + "global_decoder.weight", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    __prepare_scriptable__ = refuse_script
 
     def extra_repr(self) -> str:
         return (

@@ -1,8 +1,10 @@
 """Checks that several modules make of their arguments."""
 
+from collections.abc import Sequence
 from numbers import Integral
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from .._ops import ACTIVATIONS
 
@@ -38,15 +40,36 @@ def floating(dtype: torch.dtype | None) -> None:
 
 def blame_x(error: RuntimeError, x: torch.Tensor, features: int) -> None:
     """Asked after a function has failed, which blames w: in a module that is right by itself."""
-    if x.dim() > 0 and x.shape[-1] != features:
+    if not x.is_nested and x.dim() > 0 and x.shape[-1] != features:
         raise RuntimeError(f"x: expected {features} features, got {x.shape[-1]}") from error
+
+
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def plain_linear(name: str, module: torch.nn.Module) -> None:
     """That calling a linear layer does nothing but its product: no hooks, as those of pruning and
     spectral norms, and no parametrisation, none of which the fused operator would run."""
-    if type(module) is not torch.nn.Linear:
-        raise TypeError(f"{name}: expected a torch.nn.Linear, got {type(module).__name__}")
+    _plain(name, module, torch.nn.Linear)
+
+
+def plain_convolution(name: str, module: torch.nn.Module) -> None:
+    """The same of a 1x1 convolution."""
+    _plain(name, module, torch.nn.Conv2d)
+    found = module.kernel_size, module.stride, module.padding, module.groups
+    if found != ((1, 1), (1, 1), (0, 0), 1):
+        raise ValueError(
+            f"{name}: expected kernel 1x1, stride 1, no padding, 1 group, got {module}"
+        )
+
+
+def _plain(name: str, module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+    if is_parametrized(module):
+        _refuse_hooks(name)
+    if type(module) is not kind:
+        expected = f"torch.nn.{kind.__name__}"
+        raise TypeError(f"{name}: expected a {expected}, got {full_name(type(module))}")
     unhooked(name, module)
     if not isinstance(module.weight, torch.nn.Parameter):
         _refuse_hooks(name)
@@ -56,6 +79,8 @@ def unhooked(name: str, module: torch.nn.Module) -> None:
     before = module._forward_pre_hooks or module._backward_pre_hooks
     if before or module._forward_hooks or module._backward_hooks:
         _refuse_hooks(name)
+    if "forward" in module.__dict__:
+        raise ValueError(f"{name}: has a forward of its own, which a fused layer would not run")
 
 
 def _refuse_hooks(name: str) -> None:
@@ -65,17 +90,45 @@ def _refuse_hooks(name: str) -> None:
     )
 
 
-def activation_of(name: str, module: torch.nn.Module, others: str = "") -> str:
-    """The name of what one of torch's modules computes; a ValueError where there is none."""
-    known = {
-        torch.nn.ReLU: "relu",
-        torch.nn.GELU: "gelu",
-        torch.nn.SiLU: "silu",
-        torch.nn.Identity: "identity",
-    }
-    if type(module) not in known:
-        kinds = f"{others}ReLU, GELU, SiLU or Identity"
-        raise ValueError(f"{name}: expected {kinds}, got {type(module).__name__}")
+# What modules compute, by torch's class for it; timm has classes of its own for some.
+_TORCHS = {
+    "relu": torch.nn.ReLU,
+    "gelu": torch.nn.GELU,
+    "silu": torch.nn.SiLU,
+    "identity": torch.nn.Identity,
+    "hardswish": torch.nn.Hardswish,
+    "sigmoid": torch.nn.Sigmoid,
+    "hardsigmoid": torch.nn.Hardsigmoid,
+}
+_TIMMS = {
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
+    "timm.layers.activations.HardSigmoid": "hardsigmoid",
+    "timm.layers.activations.HardSwish": "hardswish",
+    "timm.layers.activations.Sigmoid": "sigmoid",
+    "timm.layers.activations.Swish": "silu",
+    "timm.layers.activations_me.HardSigmoidMe": "hardsigmoid",
+    "timm.layers.activations_me.HardSwishMe": "hardswish",
+    "timm.layers.activations_me.SwishMe": "silu",
+}
+_FUNCTIONS = {full_name(kind): name for name, kind in _TORCHS.items()} | _TIMMS
+
+
+def function_of(name: str, module: torch.nn.Module, known: Sequence[str], others: str = "") -> str:
+    """The name of what a module without parameters computes; a ValueError where it is none of
+    `known`. `others` are classes that the caller takes besides."""
+    kind = full_name(type(module))
+    found = _FUNCTIONS.get(kind)
+    if found == "gelu" and getattr(module, "approximate", "none") == "tanh":
+        found = "gelu_tanh"
+    if found not in known:
+        kinds = [_TORCHS[each].__name__ for each in _TORCHS if each in known]
+        expected = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+        raise ValueError(f"{name}: expected {others}{expected}, got {kind}")
     unhooked(name, module)
-    kind = known[type(module)]
-    return "gelu_tanh" if kind == "gelu" and module.approximate == "tanh" else kind
+    return found
+
+
+def activation_of(name: str, module: torch.nn.Module, others: str = "") -> str:
+    """Of a linear layer."""
+    return function_of(name, module, ACTIVATIONS, others)

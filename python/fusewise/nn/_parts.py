@@ -1,26 +1,163 @@
-"""Parts of a module that hold its parameters and are not called themselves."""
+"""Parts of a module that hold its parameters.
 
+The fused operator takes a part's parameters and does not call it. That is right where a call would
+do nothing but the layer's own formula. Everywhere else `foreign` says why, and the module runs
+torch's own operators and calls its parts.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from .._explain import record_torch
+from .._ops import dtensor_error
+from .._settings import settings
+from ..functional._products import autocast_dtype
+from ..functional._transforms import is_symbolic, refuse_forced
+
+# What the operators know: a LayerNorm's eps, a convolution's padding.
+_EPS = 1e-5
+_PADDING = (0, 0)
 
 
 def parameter(part: nn.Module, name: str) -> Tensor | None:
     """Past Module.__getattr__, which would cost more than some operators do on few rows."""
-    if name in part._parameters:
-        return part._parameters[name]
-    # Pruning, and norms of weights in their older form, make the tensor anew in a hook that runs
-    # before a call.
+    own = part._parameters
+    return own[name] if name in own else getattr(part, name)
+
+
+def make_weights(part: nn.Module) -> None:
+    """What pruning, and norms of weights in their older form, do in a hook before a call."""
     for hook in part._forward_pre_hooks.values():
-        hook(part, ())
-    return getattr(part, name)
+        if _makes_weights(hook):
+            hook(part, ())
 
 
 def weight_and_bias(part: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Of a part that is not `foreign`; made anew where they are pruned or normalised."""
     own = part._parameters
     if "weight" in own and "bias" in own:
         return own["weight"], own["bias"]
+    make_weights(part)
     return parameter(part, "weight"), parameter(part, "bias")
 
 
-def computes_as(part: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether calling the part would do what its kind does; a wrapper in its place would not."""
-    return type(part).forward is kind.forward
+def ordinary(parts: Collection[nn.Module], kinds: Sequence[type[nn.Module]]) -> bool:
+    """Whether no part can be `foreign`. Every call of a module pays for this: look-ups only."""
+    for part, kind in zip(parts, kinds):  # noqa: B905 - `strict` would cost more than a look-up
+        own = part.__dict__
+        if (
+            type(part) is not kind
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+            or ("eps" in own and own["eps"] != _EPS)
+            or ("padding" in own and own["padding"] != _PADDING)
+        ):
+            return False
+    return len(parts) == len(kinds)
+
+
+def foreign(parts: dict[str, nn.Module], kinds: Sequence[type[nn.Module]], prefix: str = "") -> str:
+    """Why calling one of the parts would do something else than the formula of its kind, or ''."""
+    if len(parts) != len(kinds):
+        return f"{prefix[:-1]} has {len(parts)} parts where the operator knows {len(kinds)}"
+    for (name, part), kind in zip(parts.items(), kinds, strict=True):
+        if why := _foreign(prefix + name, part, kind):
+            return why
+    return ""
+
+
+def _foreign(name: str, part: nn.Module, kind: type[nn.Module]) -> str:
+    cls = type(part)
+    if not _computes_as(cls, kind):
+        return f"{name} is a {_full_name(cls)}, which may compute something else"
+    if "forward" in part.__dict__:
+        return f"{name} has a forward of its own"
+    if (
+        part._forward_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        or not all(map(_makes_weights, part._forward_pre_hooks.values()))
+    ):
+        for of, tensor in part._parameters.items():
+            if error := dtensor_error(f"{name}.{of}", tensor):
+                raise error
+        return f"{name} has hooks, which run only when it is called"
+    for of, value in (("eps", _EPS), ("padding", _PADDING)):
+        if getattr(part, of, value) != value:
+            return f"{name}.{of} is {getattr(part, of)} where the operator has {value}"
+    return ""
+
+
+def hooks_everywhere() -> str:
+    """Why parts must be called where hooks are registered for all modules at once, or ''."""
+    if not (
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    ):
+        return ""
+    # Those of torch's counters of operations and memory only note which module is at work.
+    tracker = getattr(sys.modules.get("torch.utils.module_tracker"), "ModuleTracker", ())
+    for hooks in (
+        _module._global_forward_hooks,
+        _module._global_forward_pre_hooks,
+        _module._global_backward_hooks,
+        _module._global_backward_pre_hooks,
+    ):
+        if not all(isinstance(getattr(hook, "__self__", None), tracker) for hook in hooks.values()):
+            return "hooks are registered for all modules, which run only when a part is called"
+    return ""
+
+
+def run_torch(
+    operator: str, module: nn.Module, compute: Callable[[Tensor], Tensor], x: Tensor, why: str = ""
+) -> Tensor:
+    """`compute(x)`, which calls the module's parts; `why` is empty where torch was forced."""
+    if why:
+        refuse_forced(operator, why)
+    with _rounded_to(x, module.parameters()):
+        y = compute(x)
+    if settings.records is not None:
+        record_torch(operator, x, y, why)
+    return y
+
+
+def _rounded_to(x: Tensor, parameters: Iterable[Tensor]):
+    """Has torch's layers round float32 parameters beside half x, which they would refuse."""
+    if (
+        is_symbolic(x)
+        or x.dtype not in (torch.float16, torch.bfloat16)
+        or x.is_meta
+        or autocast_dtype(x) is not None
+        or all(parameter.dtype == x.dtype for parameter in parameters)
+    ):
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, x.dtype)
+
+
+def _computes_as(cls: type[nn.Module], kind: type[nn.Module]) -> bool:
+    """Whether a class, such as that of a parametrised layer, has the calls of another."""
+    methods = ("__call__", "forward", "_conv_forward")
+    return all(getattr(cls, each, None) is getattr(kind, each, None) for each in methods)
+
+
+def _makes_weights(hook: Callable) -> bool:
+    """Whether a hook before a call does nothing but make the part's weight anew."""
+    from torch.nn.utils.prune import BasePruningMethod  # which `import torch` does not load
+
+    return isinstance(hook, (BasePruningMethod, SpectralNorm, WeightNorm))
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

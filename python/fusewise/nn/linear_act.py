@@ -2,8 +2,10 @@
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import functional
+from ..functional._transforms import refuse_script
 from ._checks import (
     activation_name,
     activation_of,
@@ -15,10 +17,11 @@ from ._checks import (
 )
 
 
-class LinearAct(torch.nn.Linear):
+class LinearAct(torch.nn.Module):
     """`act(x @ weight.T + bias)` as one fused operator, forward and backward.
 
-    Parameters, initialisation and state dict are those of `torch.nn.Linear`.
+    Parameters, initialisation and state dict are those of `torch.nn.Linear`. It is no subclass:
+    tools that replace every `torch.nn.Linear` (LoRA, quantisers) would drop the activation.
 
     Args:
         in_features: K of the input `[..., K]`.
@@ -41,8 +44,16 @@ class LinearAct(torch.nn.Linear):
         activation_name("activation", activation)
         true_or_false("bias", bias)
         floating(dtype)
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
         self.activation = activation
+        kind = {"device": device, "dtype": dtype}
+        self.weight = Parameter(torch.empty(out_features, in_features, **kind))
+        self.register_parameter(
+            "bias", Parameter(torch.empty(out_features, **kind)) if bias else None
+        )
+        self.reset_parameters()
 
     @classmethod
     def from_linear(
@@ -66,6 +77,10 @@ class LinearAct(torch.nn.Linear):
         made.weight, made.bias = linear.weight, linear.bias
         return made.train(linear.training)
 
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as torch.nn.Linear does."""
+        torch.nn.Linear.reset_parameters(self)
+
     def forward(self, x: Tensor) -> Tensor:
         try:
             return functional.linear_act(x, self.weight, self.bias, self.activation)
@@ -73,5 +88,7 @@ class LinearAct(torch.nn.Linear):
             blame_x(error, x, self.in_features)
             raise
 
+    __prepare_scriptable__ = refuse_script
+
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, activation={self.activation!r}"
+        return f"{torch.nn.Linear.extra_repr(self)}, activation={self.activation!r}"

@@ -6,24 +6,20 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ._checks import (
-    activation_name,
-    activation_of,
-    blame_x,
-    floating,
-    plain_linear,
-    true_or_false,
-    unhooked,
-    whole,
-)
-from ._parts import computes_as, weight_and_bias
+from .._settings import TORCH, settings
+from ..functional._transforms import refuse_script
+from ..functional.linear_act import ACTIVATIONS
+from ._checks import activation_name, blame_x, floating, true_or_false, whole
+from ._others import stack_parts
+from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_bias
 
 
 class MLP(torch.nn.Module):
     """`x`, then for each layer `act(x @ weight.T + bias)`: one fused operator forward and one back.
 
     Parameters and state dict are those of a list of `torch.nn.Linear` named `layers`:
-    `layers.0.weight`, `layers.0.bias`, ... They hold the parameters and are not called themselves.
+    `layers.0.weight`, `layers.0.bias`, ... They are called, and torch's operators run, only where
+    the fused operator would miss something: hooks on them, or another layer in their place.
 
     Args:
         sizes: features of the input and of each layer's output, `[K_0, K_1, ..., K_n]`.
@@ -58,24 +54,19 @@ class MLP(torch.nn.Module):
         )
 
     @classmethod
-    def from_sequential(cls, modules: torch.nn.Sequential) -> "MLP":
-        """The same stack, on the same parameters, not on copies.
+    def from_sequential(cls, modules: torch.nn.Module) -> "MLP":
+        """The same stack, on the same parameters, not on copies. Their names become
+        `layers.0.weight`, `layers.0.bias`, ...
 
-        `modules` is `torch.nn.Linear`s, each with `ReLU`, `GELU`, `SiLU`, `Identity` or nothing
-        behind it, the same for all but the last; all have a bias, or none.
+        `modules` is a `torch.nn.Sequential`, as torchvision's `MLP` and `MLPBlock`, or timm's
+        `Mlp`: `torch.nn.Linear`s, each with `ReLU`, `GELU`, `SiLU`, `Identity` or nothing behind
+        it, the same for all but the last; all have a bias, or none. `Dropout(0)` is passed over.
+        With p > 0 it is an error, in eval mode too: a later `train()` would not bring it back.
         """
-        linears, kinds = _layers_of(modules)
-        hidden = set(kinds[:-1])
-        if len(hidden) > 1:
-            names = ", ".join(sorted(hidden))
-            raise ValueError(
-                f"modules: expected one activation for all layers but the last, got {names}"
-            )
-        if len({linear.bias is None for linear in linears}) > 1:
-            raise ValueError("modules: expected a bias in all layers or in none")
+        linears, activation, final_activation = stack_parts(modules)
         sizes = [linears[0].in_features, *(linear.out_features for linear in linears)]
         biased = linears[0].bias is not None
-        made = cls(sizes, *(hidden or {"relu"}), kinds[-1], biased, device="meta")
+        made = cls(sizes, activation, final_activation, biased, device="meta")
         made.layers = torch.nn.ModuleList(linears)
         return made.train(modules.training)
 
@@ -85,13 +76,15 @@ class MLP(torch.nn.Module):
             layer.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
+        if settings.linear_act == TORCH:
+            return run_torch("linear_act", self, self._with_torch, x)
+        layers = self._modules["layers"]._modules
+        kinds = (torch.nn.Linear,) * len(layers)
+        usual = ordinary(layers.values(), kinds)
+        if why := ("" if usual else foreign(layers, kinds, "layers.")) or hooks_everywhere():
+            return run_torch("linear_act", self, self._with_torch, x, why)
         weights, biases = [], []
-        for i, layer in enumerate(self.layers):
-            if not computes_as(layer, torch.nn.Linear):
-                raise TypeError(
-                    f"layers[{i}]: expected a torch.nn.Linear, got {type(layer).__name__}; its "
-                    "forward would not be called"
-                )
+        for layer in layers.values():
             weight, bias = weight_and_bias(layer)
             weights.append(weight)
             biases.append(bias)
@@ -103,38 +96,12 @@ class MLP(torch.nn.Module):
             blame_x(error, x, weights[0].shape[1])
             raise
 
+    def _with_torch(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = ACTIVATIONS[self.activation](layer(x))
+        return ACTIVATIONS[self.final_activation](self.layers[-1](x))
+
+    __prepare_scriptable__ = refuse_script
+
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, final_activation={self.final_activation!r}"
-
-
-def _layers_of(modules: torch.nn.Sequential) -> tuple[list[torch.nn.Linear], list[str]]:
-    """The linear layers, and the activation behind each."""
-    if not isinstance(modules, torch.nn.Sequential):
-        raise TypeError(f"modules: expected a torch.nn.Sequential, got {type(modules).__name__}")
-    if not computes_as(modules, torch.nn.Sequential):
-        raise TypeError(f"modules: {type(modules).__name__} has a forward of its own")
-    unhooked("modules", modules)
-    linears, kinds = [], []
-    behind_linear = False
-    for i, module in enumerate(modules):
-        if isinstance(module, torch.nn.Linear):
-            plain_linear(f"modules[{i}]", module)
-            if linears and linears[-1].out_features != module.in_features:
-                raise ValueError(
-                    f"modules[{i}]: expected {linears[-1].out_features} in_features, "
-                    f"got {module.in_features}"
-                )
-            linears.append(module)
-            kinds.append("identity")
-            behind_linear = True
-            continue
-        kind = activation_of(f"modules[{i}]", module, "Linear, ")
-        if kind == "identity":
-            continue
-        if not behind_linear:
-            raise ValueError(f"modules[{i}]: expected a Linear before {type(module).__name__}")
-        kinds[-1] = kind
-        behind_linear = False
-    if not linears:
-        raise ValueError("modules: expected at least one Linear")
-    return linears, kinds

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .._ops import SQUEEZE_EXCITE_ACTIVATIONS, SQUEEZE_EXCITE_GATES
+from ..nn._others import excitation_parts
 from .analysis import LAUNCH_BOUND, Profile, amdahl
 from .kinds import COMPILED, CONVOLUTION, COPY, ELEMENTWISE, LAYOUT, NORMALISATION, PRODUCT
 
@@ -21,29 +23,33 @@ class Advice:
 
 
 def advise(profile: Profile) -> list[Advice]:
-    found = [*_launches(profile), *_layout(profile), *_operators(profile), *_compile(profile)]
+    found = [
+        *_launches(profile),
+        *_layout(profile),
+        *_operators(profile),
+        *_fusable(profile),
+        *_compile(profile),
+    ]
     worth = sorted((item for item in found if item.bound >= _WORTH), key=lambda item: -item.bound)
     return worth or [_nothing(profile)]
 
 
 def operator_for(module: nn.Module) -> str:
-    """The operator of fusewise that stands for a module, with the arguments that are not its
-    defaults; empty where there is none."""
-    inner = {type(child).__name__ for child in module.modules()}
-    ours = type(module).__module__.startswith("fusewise")
-    activation, gate = inner & {"SiLU", "ReLU"}, inner & {"Sigmoid", "Hardsigmoid"}
-    if ours or type(module).__name__ not in _SQUEEZE_EXCITE or not (activation and gate):
+    """The operator of fusewise that stands for a Squeeze-and-Excitation; empty where there is none.
+    Of a class that nobody knows, the name and the activations have to tell."""
+    if type(module).__name__ not in _SQUEEZE_EXCITE:
         return ""
-    others = [
-        f'{name}="{found.pop().lower()}"'
-        for name, found, default in (
-            ("activation", activation, {"SiLU"}),
-            ("gate", gate, {"Sigmoid"}),
-        )
-        if found != default
-    ]
-    arguments = f"({', '.join(['...', *others])})" if others else ""
-    return f"fusewise.nn.SqueezeExcitation{arguments}"
+    if type(module).__module__.startswith(("fusewise.", "torchvision.", "timm.")):
+        try:
+            excitation_parts(module)
+        except (TypeError, ValueError):
+            return ""
+        return "fusewise.nn.SqueezeExcitation.from_module"
+    inner = {type(child).__name__.lower() for child in module.modules()}
+    activation, gate = inner & {*SQUEEZE_EXCITE_ACTIVATIONS}, inner & {*SQUEEZE_EXCITE_GATES}
+    if not (activation and gate):
+        return ""
+    return f'fusewise.nn.SqueezeExcitation(..., "{activation.pop()}", "{gate.pop()}")'
 
 
 def _share(profile: Profile, *kinds: str) -> float:
@@ -105,6 +111,16 @@ def _operators(profile: Profile):
                 f"{kind.calls} calls take {kind.share:.0%} of the work and are "
                 f"{kind.to_floor:.1f} times from their floor{_on_top(profile)}",
             )
+
+
+def _fusable(profile: Profile):
+    for each in profile.fusable:
+        yield Advice(
+            f"{each.operator} for {each.name}",
+            _bound(profile, each.share),
+            f"{each.calls} activations behind linear layers take {each.share:.0%} of the work, and "
+            f"would be computed with the product{_on_top(profile)}",
+        )
 
 
 def _compile(profile: Profile):

@@ -7,6 +7,8 @@ from torch import nn
 
 from ..bench.floor import Ceilings
 from ..bench.statistics import median
+from ..nn._checks import activation_of, plain_linear
+from ..nn._others import stack_parts
 from .kinds import KINDS, LAYOUT, short_name
 from .record import Piece, Work
 
@@ -44,6 +46,18 @@ class ModuleKind:
 
 
 @dataclass(frozen=True)
+class Fusable:
+    """Activations behind linear layers that an operator of ours computes with the product."""
+
+    operator: str
+    name: str
+    """Of what it would replace."""
+    calls: int
+    share: float
+    """Of the activations, of the time of all operators or kernels."""
+
+
+@dataclass(frozen=True)
 class Profile:
     command: str
     environment: dict
@@ -70,6 +84,7 @@ class Profile:
     """Of work_us, what belongs to no module."""
     gaps: Gaps | None
     trace: dict = field(repr=False)
+    fusable: list[Fusable] = field(default_factory=list)
 
     @property
     def idle(self) -> float:
@@ -131,6 +146,45 @@ def module_kinds(
         example = modules[own[0]]
         found.append(ModuleKind(kind.__name__, calls, us, us / total, floor, example))
     return sorted(found, key=lambda kind: -kind.us)
+
+
+def fusable(
+    model: nn.Module, pieces: list[Piece], behind: list[tuple[str, str, float]]
+) -> list[Fusable]:
+    """From what `record.behind_linears` found; the longest first."""
+    modules = dict(model.named_modules())
+    total = sum(piece.us for piece in pieces)
+    times: dict[str, float] = defaultdict(float)
+    for piece in pieces:
+        for name in set(piece.modules):
+            times[name] += piece.us
+    found: dict[tuple[str, str], list[float]] = {}
+    for linear, name, share in behind:
+        if kind := _operator_for(linear, name, modules):
+            found.setdefault(kind, []).append(times[name] * share)
+    made = [Fusable(*kind, len(each), sum(each) / total) for kind, each in found.items()]
+    return sorted(made, key=lambda each: -each.share)
+
+
+def _operator_for(
+    linear: str, behind: str, modules: dict[str, nn.Module]
+) -> tuple[str, str] | None:
+    """The operator for a linear layer and what is behind it, and the name of what it replaces."""
+    try:
+        plain_linear(linear, modules[linear])
+        if activation_of(behind, modules[behind]) == "identity":
+            return None
+    except (TypeError, ValueError):
+        return None
+    around = linear.rpartition(".")[0]
+    if around == behind.rpartition(".")[0]:
+        try:
+            stack_parts(modules[around])
+            return "fusewise.nn.MLP.from_sequential", type(modules[around]).__name__
+        except (TypeError, ValueError):
+            pass
+    name = f"Linear and {type(modules[behind]).__name__}"
+    return "fusewise.nn.LinearAct.from_linear", name
 
 
 def _inside(name: str, kind: type, modules: dict[str, nn.Module]) -> bool:

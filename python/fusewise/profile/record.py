@@ -117,6 +117,34 @@ def count_work(subject) -> dict[str, Work]:
     return dict(found)
 
 
+def behind_linears(subject) -> list[tuple[str, str, float]]:
+    """For each call in a step of a module with what a `torch.nn.Linear` gave: the names of the
+    layer and of that module, and which share of the module's calls this one is."""
+    pairs: list[tuple[str, str]] = []
+    calls: Counter[str] = Counter()
+    given: dict[int, tuple[str, torch.Tensor]] = {}  # by the output's id, which it keeps in use
+    hooks = []
+    for name, module in subject.model.named_modules():
+
+        def keep(module, arguments, output, name=name):
+            given[id(output)] = (name, output)
+
+        def look(module, arguments, name=name):
+            calls[name] += 1
+            if arguments and id(arguments[0]) in given:
+                pairs.append((given[id(arguments[0])][0], name))
+
+        if type(module) is nn.Linear:
+            hooks.append(module.register_forward_hook(keep))
+        hooks.append(module.register_forward_pre_hook(look))
+    try:
+        subject.step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [(linear, behind, 1 / calls[behind]) for linear, behind in pairs]
+
+
 class _marks:
     """While entered, every module's forward is a named range in the recording."""
 

@@ -13,7 +13,7 @@ from ..bench.progress import Progress
 from ..bench.statistics import summary
 from . import analysis
 from .model import make_subject
-from .record import Recording, count_work, record
+from .record import Recording, behind_linears, count_work, record
 
 _SECONDS = 3.0  # for the recorded steps together
 _MOST_STEPS = 5
@@ -89,6 +89,7 @@ def run(options: Options, progress: Progress) -> analysis.Profile:
         outside_us=sum(piece.us for piece in pieces if not piece.modules),
         gaps=analysis.gaps(plain.busy, steps),
         trace=marked.trace,
+        fusable=analysis.fusable(subject.model, pieces, behind_linears(subject)),
     )
 
 

@@ -6,9 +6,20 @@
 #include <cstdint>
 #include <string>
 
+#include "fusewise/autoencoder.h"
 #include "fusewise/context.h"
 
 namespace fusewise::cuda {
+
+/// Why the launchers cannot count a model's sizes; empty where they can. Far below 2^31, so that
+/// sums of a few sizes fit as well; products of two are 64-bit where nothing else bounds them.
+inline std::string indices_decline(const fusewise::AutoencoderSizes& s) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 28;
+  for (const std::int64_t size : {s.n_mels, s.frames, s.latent, s.slice_latent}) {
+    if (size > kMost) return "a size of the model is too large for its 32-bit indices";
+  }
+  return {};
+}
 
 struct AutoencoderSizes {
   std::int64_t rows = 0;

@@ -173,8 +173,14 @@ bool done_without_rows(const Context& context, const AutoencoderBackward& call) 
 }
 
 template <typename Call>
+std::string sizes_decline(const Context&, const Call& call) {
+  return indices_decline(autoencoder_sizes(call.weights));
+}
+
+template <typename Call>
 std::string fused_declines(const Context& context, const Call& call) {
-  return autoencoder_fused_declines(context, arguments(call));
+  std::string reason = sizes_decline(context, call);
+  return reason.empty() ? autoencoder_fused_declines(context, arguments(call)) : reason;
 }
 
 /// What with_dense will hand over, as far as shapes and addresses tell.
@@ -209,11 +215,6 @@ void fused(const Context& context, const Call& call) {
 }
 
 template <typename Call>
-std::string takes_all(const Context&, const Call&) {
-  return "";
-}
-
-template <typename Call>
 void general(const Context& context, const Call& call) {
   if (done_without_rows(context, call)) return;
   with_dense(context, call,
@@ -222,12 +223,12 @@ void general(const Context& context, const Call& call) {
 
 constexpr Implementation<AutoencoderForward> kForward[] = {
     {"fused", fused_declines, fused, fused_yields},
-    {"general", takes_all, general},
+    {"general", sizes_decline, general},
 };
 
 constexpr Implementation<AutoencoderBackward> kBackward[] = {
     {"fused", fused_declines, fused, fused_yields},
-    {"general", takes_all, general},
+    {"general", sizes_decline, general},
 };
 
 }  // namespace

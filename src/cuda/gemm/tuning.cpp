@@ -4,46 +4,56 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdlib>
-#include <mutex>
+#include <exception>
 #include <unordered_map>
 #include <vector>
 
 #include "common/check.h"
 #include "common/choices.h"
-#include "cuda/cuda_error.h"
+#include "common/lru.h"
+#include "common/scratch.h"
 #include "cuda/device.h"
 #include "fusewise/version.h"
 
 namespace fusewise::cuda {
 namespace {
 
-constexpr int kRounds = 5, kFinalRounds = 10;
-constexpr float kRoundsMs = 200;  // and not more than so long, but one round always
+constexpr int kRounds = 7, kFinalRounds = 20;
+constexpr float kRoundsMs = 200;  // of each of the two phases at most, but one round always
 constexpr std::size_t kFinalists = 3;
-constexpr int kMostCalls = 10;   // in one sample
-constexpr float kSampleMs = 2;   // a sample is about so long, or one call
 constexpr float kNoise = 0.99f;  // another than the first must be faster by more than that
-constexpr float kHopeless = 3;   // so much slower than the best, a way is not timed again
+constexpr float kHopeless = 3;   // a way that is so much slower than the best is not timed again
+
+// Where the batch size changes with every call, no more than these are measured.
+constexpr int kBucketsOfAKind = 5;
+constexpr int kBucketsInAll = 1024;
+constexpr std::size_t kKinds = 1024;  // that are remembered
 
 /// Choices of this process and, behind them, the file of the user's cache folder.
-class Kept {
+class KeptChoices {
  public:
   std::optional<std::string> find(const Context& context, const std::string& key) {
     const std::lock_guard lock(mutex_);
     load(context);
-    const auto found = entries_.find(key);
-    if (found == entries_.end()) return std::nullopt;
-    return found->second;
+    const std::string* found = choices_.find(key);
+    return found == nullptr ? std::nullopt : std::optional(*found);
   }
 
-  void add(const std::string& key, const std::string& value, bool replace) {
+  void add(const std::string& key, const std::string& value, Lifetime lifetime) {
+    const std::lock_guard lock(mutex_);
+    choices_.add(key, value) = value;
+    if (lifetime == Lifetime::file) unwritten_.emplace_back(key, value);
+  }
+
+  void write() {
+    ChoiceFile::Entries entries;
     {
       const std::lock_guard lock(mutex_);
-      if (replace) entries_.erase(key);
-      if (!entries_.try_emplace(key, value).second) return;
+      entries.swap(unwritten_);
     }
-    file_.add(key, value, replace);
+    if (!entries.empty()) file_.add(entries);
   }
 
  private:
@@ -51,18 +61,19 @@ class Kept {
     if (loaded_) return;
     loaded_ = true;
     std::string problem;
-    for (auto& [key, value] : file_.read(problem)) entries_.emplace(key, std::move(value));
+    for (const auto& [key, value] : file_.read(problem)) choices_.add(key, value);
     if (!problem.empty() && context.warn != nullptr) context.warn(problem.c_str());
   }
 
   std::mutex mutex_;
   bool loaded_ = false;
   const ChoiceFile file_{ChoiceFile::in_cache_folder("products")};
-  std::unordered_map<std::string, std::string> entries_;
+  LruMap<std::string, std::string> choices_{2 * ChoiceFile::kMostEntries};
+  ChoiceFile::Entries unwritten_;
 };
 
-Kept& kept() {
-  static Kept instance;
+KeptChoices& kept_choices() {
+  static KeptChoices instance;
   return instance;
 }
 
@@ -80,6 +91,42 @@ const std::string& machine(int device) {
   return text;
 }
 
+/// The octaves of each kind that may be measured, first come, first served. Those found in the file
+/// count, so that a process with the same file measures what the one that wrote it has measured.
+class Budget {
+ public:
+  bool admits(const ProductBucket& bucket) {
+    const std::uint64_t bit = std::uint64_t{1} << bucket.octave;
+    const std::lock_guard lock(mutex_);
+    std::uint64_t& octaves = kinds_.add(bucket.kind, 0);
+    if (octaves & bit) return true;
+    if (std::popcount(octaves) == kBucketsOfAKind || total_ == kBucketsInAll) return false;
+    octaves |= bit;
+    ++total_;
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  LruMap<ProductKind, std::uint64_t, KeyHash> kinds_{kKinds};
+  int total_ = 0;
+};
+
+Budget& budget_of(Device device) {
+  static std::array<Budget, kMaxDevices> all;
+  return all[device.index];
+}
+
+struct DeviceMutex {
+  std::recursive_mutex mutex;
+  int depth = 0;
+};
+
+DeviceMutex& mutex_of(Device device) {
+  static std::array<DeviceMutex, kMaxDevices> all;
+  return all[device.index];
+}
+
 class Event {
  public:
   Event() { check_cuda(cudaEventCreate(&event_), "creating an event"); }
@@ -92,45 +139,40 @@ class Event {
   cudaEvent_t event_{};
 };
 
-/// Several calls of one way as a graph.
-class Graph {
+/// Times single calls. A buffer of twice the size of L2 is written before each, then the weights
+/// are read. That takes longer than the host needs to enqueue the call, so the host's time does not
+/// count.
+class ColdTimer {
  public:
-  Graph(const Context& context, const std::function<void(const Context&)>& way, int calls) {
-    Context recording = context;
-    cudaStream_t stream{};
-    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
-    recording.stream = stream;
-    cudaGraph_t graph{};
-    cudaError_t status = cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed);
-    try {
-      if (status == cudaSuccess) {
-        for (int i = 0; i < calls; ++i) way(recording);
-      }
-    } catch (...) {
-      static_cast<void>(cudaStreamEndCapture(stream, &graph));
-      if (graph != nullptr) static_cast<void>(cudaGraphDestroy(graph));
-      static_cast<void>(cudaStreamDestroy(stream));
-      throw;
-    }
-    if (status == cudaSuccess) status = cudaStreamEndCapture(stream, &graph);
-    static_cast<void>(cudaStreamDestroy(stream));
-    if (status == cudaSuccess) status = cudaGraphInstantiate(&exec_, graph, 0);
-    if (graph != nullptr) static_cast<void>(cudaGraphDestroy(graph));
-    check_cuda(status, "capturing a product to measure it");
-  }
-  ~Graph() {
-    if (exec_ != nullptr) static_cast<void>(cudaGraphExecDestroy(exec_));
-  }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
+  ColdTimer(const Context& context, Resident weights)
+      : context_(context),
+        weights_(weights),
+        bytes_(2 * limits_of(context.device).l2_cache),
+        evicting_(context, bytes_) {}
 
-  void launch(const Context& context) const {
-    check_cuda(cudaGraphLaunch(exec_, static_cast<cudaStream_t>(context.stream)),
-               "running a product to measure it");
+  float milliseconds(const std::function<void(const Context&)>& way) const {
+    const auto stream = static_cast<cudaStream_t>(context_.stream);
+    check_cuda(cudaMemsetAsync(evicting_.data(), 0, bytes_, stream), "emptying the cache");
+    if (weights_.bytes > 0 && weights_.bytes <= bytes_ / 4) {  // larger ones would not stay
+      check_cuda(cudaMemcpyAsync(evicting_.data(), weights_.data, weights_.bytes,
+                                 cudaMemcpyDeviceToDevice, stream),
+                 "reading weights");
+    }
+    check_cuda(cudaEventRecord(begin_.get(), stream), "timing a product");
+    way(context_);
+    check_cuda(cudaEventRecord(end_.get(), stream), "timing a product");
+    check_cuda(cudaEventSynchronize(end_.get()), "timing a product");
+    float ms = 0;
+    check_cuda(cudaEventElapsedTime(&ms, begin_.get(), end_.get()), "timing a product");
+    return ms;
   }
 
  private:
-  cudaGraphExec_t exec_ = nullptr;
+  const Context& context_;
+  Resident weights_;
+  std::int64_t bytes_;
+  Scratch<char> evicting_;
+  Event begin_, end_;
 };
 
 float median(std::vector<float> samples) {
@@ -156,76 +198,91 @@ ProductMath with_environment(ProductMath math) {
   return math;
 }
 
-bool may_measure(const Context& context, const ProductMath& math) {
-  return math.tune && !is_captured(context);
+bool may_measure(const Context& context, const ProductMath& math, const ProductBucket& bucket) {
+  return math.tune && !is_captured(context) && budget_of(context.device).admits(bucket);
 }
 
 std::optional<std::string> kept_choice(const Context& context, const std::string& key) {
-  return kept().find(context, machine(context.device.index) + key);
+  return kept_choices().find(context, machine(context.device.index) + key);
 }
 
 void keep_choice(const Context& context, const std::string& key, const std::string& value,
-                 bool replace) {
-  kept().add(machine(context.device.index) + key, value, replace);
+                 Lifetime lifetime) {
+  kept_choices().add(machine(context.device.index) + key, value, lifetime);
 }
 
-std::unique_lock<std::recursive_mutex> measuring(Device device) {
-  static std::array<std::recursive_mutex, kMaxDevices> mutexes;
-  return std::unique_lock(mutexes[device.index]);
+Measuring::Measuring(Device device) : device_(device), lock_(mutex_of(device).mutex) {
+  ++mutex_of(device).depth;
 }
 
-std::size_t fastest(const Context& context,
+Measuring::~Measuring() {
+  if (--mutex_of(device_).depth > 0) return;
+  try {
+    kept_choices().write();
+  } catch (const std::exception&) {  // no memory for the text: the choices stay in the process
+  }
+}
+
+Resident weights_of(const Product& p) {
+  const auto all = [&](const Matrix& matrix, std::int64_t rows, std::int64_t columns) {
+    const std::int64_t lines = matrix.transposed ? columns : rows;
+    const std::int64_t line = matrix.transposed ? rows : columns;
+    if (lines == 0 || line == 0) return Resident{};
+    return Resident{matrix.data, ((lines - 1) * matrix.stride + line) * size_of(p.dtype)};
+  };
+  switch (p.batch) {
+    case BatchSize::rows:
+      return all(p.b, p.inner, p.columns);
+    case BatchSize::columns:
+      return all(p.a, p.rows, p.inner);
+    default:
+      return {};
+  }
+}
+
+std::size_t fastest(const Context& context, Resident weights,
                     std::span<const std::function<void(const Context&)>> ways) {
   const RelaxedCapture relaxed;
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  const Event begin, end;
-  const auto time = [&](const std::function<void()>& work) {
-    check_cuda(cudaEventRecord(begin.get(), stream), "timing a product");
-    work();
-    check_cuda(cudaEventRecord(end.get(), stream), "timing a product");
-    check_cuda(cudaEventSynchronize(end.get()), "timing a product");
-    float ms = 0;
-    check_cuda(cudaEventElapsedTime(&ms, begin.get(), end.get()), "timing a product");
-    return ms;
-  };
-
-  std::vector<float> once(ways.size());
-  for (std::size_t i = 0; i < ways.size(); ++i) {
-    ways[i](context);  // the first call of a kernel loads it
-    once[i] = time([&] { ways[i](context); });
-  }
-  const float best = *std::min_element(once.begin(), once.end());
-  const int calls = std::clamp(static_cast<int>(kSampleMs / std::max(best, 1e-3f)), 1, kMostCalls);
-  std::vector<std::optional<Graph>> graphs(ways.size());
+  const ColdTimer timer(context, weights);
   std::vector<std::vector<float>> samples(ways.size());
-  const auto sample = [&](std::size_t i) {
-    if (!graphs[i]) graphs[i].emplace(context, ways[i], calls);
-    samples[i].push_back(time([&] { graphs[i]->launch(context); }));
-  };
-  // In turns, so that a change of clocks meets all. First those with hope, then the best of them.
   std::vector<std::size_t> left;
+  float best = std::numeric_limits<float>::infinity();
+  std::exception_ptr failure;
   for (std::size_t i = 0; i < ways.size(); ++i) {
-    if (i == 0 || once[i] < kHopeless * best) left.push_back(i);
+    try {
+      ways[i](context);  // the first call of a kernel loads it
+      samples[i].push_back(timer.milliseconds(ways[i]));
+      best = std::min(best, samples[i].front());
+      left.push_back(i);
+    } catch (const OutOfMemory&) {
+      throw;
+    } catch (const Error&) {
+      failure = std::current_exception();
+    }
   }
-  const auto rounds = [&](int most) {
-    const float once_around = best * static_cast<float>(calls * left.size());
-    return std::clamp(static_cast<int>(kRoundsMs / once_around), 1, most);
+  if (left.empty()) std::rethrow_exception(failure);
+  const std::size_t first = left.front();
+  std::erase_if(left,
+                [&](std::size_t i) { return i != first && samples[i].front() > kHopeless * best; });
+  // In turns, so that a change of clocks affects all alike: first all of them, then the best.
+  const auto measure = [&](int most) {
+    const float once_around = best * static_cast<float>(left.size());
+    for (int round = std::clamp(static_cast<int>(kRoundsMs / once_around), 1, most); round > 0;
+         --round) {
+      for (const std::size_t i : left) samples[i].push_back(timer.milliseconds(ways[i]));
+    }
   };
-  for (int round = rounds(kRounds); round > 0; --round) {
-    for (const std::size_t i : left) sample(i);
-  }
+  measure(kRounds);
   std::sort(left.begin(), left.end(),
             [&](std::size_t i, std::size_t j) { return median(samples[i]) < median(samples[j]); });
   left.resize(std::min(left.size(), kFinalists));
-  if (std::find(left.begin(), left.end(), 0) == left.end()) left.push_back(0);
-  for (int round = left.size() > 1 ? rounds(kFinalRounds) : 0; round > 0; --round) {
-    for (const std::size_t i : left) sample(i);
-  }
-  std::size_t winner = 0;
+  if (std::find(left.begin(), left.end(), first) == left.end()) left.push_back(first);
+  if (left.size() > 1) measure(kFinalRounds);
+  std::size_t winner = first;
   for (const std::size_t i : left) {
     if (median(samples[i]) < median(samples[winner])) winner = i;
   }
-  return median(samples[winner]) < kNoise * median(samples[0]) ? winner : 0;
+  return median(samples[winner]) < kNoise * median(samples[first]) ? winner : first;
 }
 
 }  // namespace fusewise::cuda

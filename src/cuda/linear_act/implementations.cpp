@@ -1,10 +1,12 @@
 // What linear + activation has on CUDA. Forward: the activation in the product's epilogue, or in a
 // pass of its own behind it. Backward: one pass for dz and db, then the two products.
 
-#include <map>
-#include <unordered_map>
+#include <array>
+#include <optional>
+#include <string>
 
 #include "common/backends.h"
+#include "common/lru.h"
 #include "common/matrix.h"
 #include "common/scratch.h"
 #include "cuda/gemm/product.h"
@@ -67,57 +69,65 @@ void pass_run(const Context& context, const LinearActForward& call) {
 
 // Which of the two. ------------------------------------------------------------------------------
 
-enum class Verdict { fine, loses_nan, slower };
+enum class Verdict { fine, not_right, slower };
 
-/// Where the vendor runs an epilogue as a second kernel, quietly, a pass of ours may be faster: the
-/// first call of a kind measures both.
-bool is_slower(const Context& context, const LinearActForward& call, const ProductKey& key) {
-  const std::string text = (call.kept.defined() ? "training" : "inference") + text_of(key);
-  std::optional<std::string> choice = kept_choice(context, text);
-  if (!choice && may_measure(context, with_environment(call.math))) {
-    const auto alone = measuring(context.device);
-    choice = kept_choice(context, text);  // another thread may have been faster
-    if (choice) return choice == "pass";
-    try {
-      const PreparedProduct fused(context, epilogue_product(call));
-      const PreparedProduct plain(context, forward_product(call, call.y));
-      const std::function<void(const Context&)> ways[] = {
-          [&](const Context& where) {
-            fused.run(where);
-            if (call.kept.defined()) activate(where, {call.y, {}, call.kept, call.activation});
-          },
-          [&](const Context& where) {
-            plain.run(where);
-            activate(where, {call.y, call.y, call.kept, call.activation});
-          }};
-      choice = fastest(context, ways) == 0 ? "epilogue" : "pass";
-    } catch (const OutOfMemory&) {
-      return false;  // both at once did not fit; one may
-    }
-    keep_choice(context, text, *choice);
+/// Measures both ways. cuBLASLt runs some epilogues as a second kernel, and then a pass of ours may
+/// be faster.
+bool is_slower(const Context& context, const LinearActForward& call) {
+  try {
+    const PreparedProduct fused(context, epilogue_product(call));
+    const PreparedProduct plain(context, forward_product(call, call.y));
+    const std::function<void(const Context&)> ways[] = {
+        [&](const Context& where) {
+          fused.run(where);
+          if (call.kept.defined()) activate(where, {call.y, {}, call.kept, call.activation});
+        },
+        [&](const Context& where) {
+          plain.run(where);
+          activate(where, {call.y, call.y, call.kept, call.activation});
+        }};
+    return fastest(context, weights_of(epilogue_product(call)), ways) == 1;
+  } catch (const OutOfMemory&) {
+    return false;  // both at once did not fit; one may
   }
-  return choice == "pass";
 }
 
-/// Every call asks, so after the first of its kind this must cost next to nothing.
+/// For the first call with a product bucket; every later one takes the same.
+Verdict first_verdict(const Context& context, const LinearActForward& call, const Product& product,
+                      const ProductBucket& bucket) {
+  if (!PreparedProduct(context, product).is_right()) return Verdict::not_right;
+  if (!product.math.tune) return Verdict::fine;
+  const bool may = may_measure(context, product.math, bucket);
+  const std::string key = (call.kept.defined() ? "training" : "inference") + text_of(bucket);
+  std::optional<std::string> choice = kept_choice(context, key);
+  if (!choice) {
+    choice = may && is_slower(context, call) ? "pass" : "epilogue";
+    keep_choice(context, key, *choice, may ? Lifetime::file : Lifetime::process);
+  }
+  return choice == "pass" ? Verdict::slower : Verdict::fine;
+}
+
+/// Every call asks, so after the first with its bucket this must cost next to nothing.
 Verdict judge(const Context& context, const LinearActForward& call) {
   if (epilogue_of(call.activation) == Epilogue::none || call.y.numel() == 0) return Verdict::fine;
-  thread_local std::map<std::pair<int, bool>,
-                        std::unordered_map<ProductKey, Verdict, ProductKeyHash>>
-      known;
-  auto& here = known[{context.device.index, call.kept.defined()}];
+  constexpr std::size_t kMostKnown = 1024;
+  struct Key {
+    int device;
+    bool training;
+    ProductBucket bucket;
+    bool operator==(const Key&) const = default;
+  };
+  struct Hash {
+    std::size_t operator()(const Key& key) const {
+      return KeyHash()(key.bucket) * 31 + 2 * key.device + key.training;
+    }
+  };
+  thread_local LruMap<Key, Verdict, Hash> known{kMostKnown};
   const Product product = epilogue_product(call);
-  const ProductKey key = key_of(product);
-  if (const auto found = here.find(key); found != here.end()) return found->second;
-
-  Verdict verdict = Verdict::fine;
-  if (!PreparedProduct(context, product).lets_nan_through()) {
-    verdict = Verdict::loses_nan;
-  } else if (product.math.tune) {
-    // Also under capture: it then stays so for this process, as results must not change in it.
-    if (is_slower(context, call, key)) verdict = Verdict::slower;
-  }
-  return here[key] = verdict;
+  const Key key{context.device.index, call.kept.defined(), bucket_of(product)};
+  if (const Verdict* found = known.find(key)) return *found;
+  const Measuring alone(context.device);
+  return known.add(key, first_verdict(context, call, product, key.bucket));
 }
 
 std::string epilogue_declines(const Context& context, const LinearActForward& call) {
@@ -134,13 +144,13 @@ std::string epilogue_declines(const Context& context, const LinearActForward& ca
       return "cuBLASLt's gelu is not torch's in this dtype";
     }
   }
-  if (judge(context, call) != Verdict::loses_nan) return "";
-  return "cuBLASLt's epilogue is not known to keep NaN here";
+  if (judge(context, call) != Verdict::not_right) return "";
+  return "cuBLASLt's epilogue is not known to return NaN for NaN and to round once here";
 }
 
 std::string epilogue_yields(const Context& context, const LinearActForward& call) {
   if (judge(context, call) != Verdict::slower) return "";
-  return "measured: a product and a pass behind it are faster";
+  return "measured: a GEMM and a separate elementwise kernel are faster";
 }
 
 // Backward. --------------------------------------------------------------------------------------
@@ -168,6 +178,7 @@ void backward_run(const Context& context, const LinearActBackward& call) {
     p.rows = n;
     p.columns = call.x.sizes[1];
     p.inner = m;
+    p.batch = BatchSize::inner;
     p.a = matrix_of(dz);
     p.a.transposed = !p.a.transposed;
     p.b = matrix_of(call.x);
@@ -179,6 +190,7 @@ void backward_run(const Context& context, const LinearActBackward& call) {
     p.rows = m;
     p.columns = call.w.sizes[1];
     p.inner = n;
+    p.batch = BatchSize::rows;
     p.a = matrix_of(dz);
     p.b = matrix_of(call.w);
     p.d = matrix_of(call.dx);

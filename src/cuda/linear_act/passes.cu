@@ -30,13 +30,15 @@ constexpr int kColumns = kVectors && !kOnlyBits ? Vector<T>::kSize : kByte;
 template <typename T, int kGroup>
 constexpr int kDepth = std::max<int>(1, 64 / (kGroup * sizeof(T)));
 
-/// A block has 32 groups of columns and 8 rows at a time. Where rows are few and to be summed up,
-/// it has 4 groups and 64 rows, and goes through all of them: nothing is left to be added.
+/// A block has up to 32 groups of columns and at least 8 rows at a time. Where rows are few and to
+/// be summed up, it has 4 groups and 64 rows, and goes through all of them: nothing is left to be
+/// added.
 constexpr int kWideShift = 5, kNarrowShift = 2;
 constexpr long long kFewRows = 512;
 
 /// A thread's columns of a row as they are in memory: vectors where addresses allow it, else one by
-/// one, with a stride.
+/// one, with a stride. Columns that do not exist repeat the first: loads without branches are all
+/// in flight at once.
 template <typename T, bool kVectors, int kGroup>
 struct Group {
   alignas(16) T values[kGroup];
@@ -56,7 +58,7 @@ struct Group {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) values[i] = i < count ? from[i * stride] : T(0.0f);
+      for (int i = 0; i < kGroup; ++i) values[i] = from[(i < count ? i : 0) * stride];
     }
   }
 
@@ -156,8 +158,8 @@ __global__ void __launch_bounds__(kThreads, kVectors ? kBlocks : 1)
     Group<T, kVectors, kGroup> values[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = row + i * place.strands;
-      if (at < place.end_row) values[i].load(z + at * a.z_stride, 1, place.count);
+      const long long at = min(row + i * place.strands, place.end_row - 1);
+      values[i].load(z + at * a.z_stride, 1, place.count);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -223,8 +225,7 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
     unsigned open[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = row + i * place.strands;
-      if (at >= end_row) break;
+      const long long at = min(row + i * place.strands, end_row - 1);
       gradients[i].load(dy + at * a.dy_stride, a.dy_step, place.count);
       if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride] >> first_bit;
       if constexpr (kKeeps == Keeps::values) {
@@ -296,6 +297,13 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
   db[column] = from_accumulator<T>(sum);
 }
 
+/// As few groups of columns side by side as cover a row, so that few lanes are idle on narrow rows.
+int shift_for(std::int64_t columns, int group) {
+  int shift = kWideShift;
+  while (shift > 1 && group << (shift - 1) >= columns) --shift;  // two share a byte of bits
+  return shift;
+}
+
 /// How many columns and rows a block has.
 struct Cut {
   int shift;
@@ -304,7 +312,7 @@ struct Cut {
   /// The GPU deals out many small blocks best: as few rows as a thread has in flight, and fewer
   /// where that leaves multiprocessors idle.
   Cut(const Context& context, std::int64_t rows, std::int64_t columns, int group, int depth)
-      : shift(kWideShift), tiles(divide_up(columns, group << shift)) {
+      : shift(shift_for(columns, group)), tiles(divide_up(columns, group << shift)) {
     const int all = limits_of(context.device).multiprocessors;
     do {
       chunk = depth * (kThreads >> shift);
@@ -316,16 +324,18 @@ struct Cut {
   /// Where columns are summed up, a chunk costs memory, so there are only as many as keep the GPU
   /// busy; few rows are one chunk.
   static Cut for_sums(const Context& context, std::int64_t rows, std::int64_t columns, int group,
-                      int depth) {
+                      int depth, bool vectors) {
+    const int all = limits_of(context.device).multiprocessors;
     Cut cut(context, rows, columns, group, depth);
     if (rows <= kFewRows) {
-      cut.shift = kNarrowShift;
-      cut.tiles = divide_up(columns, group << kNarrowShift);
+      cut.shift = std::min(cut.shift, kNarrowShift);
+      // Element by element a row takes long: as many blocks as there are groups of columns.
+      if (!vectors && divide_up(columns, group << cut.shift) < all / 4) cut.shift = 0;
+      cut.tiles = divide_up(columns, group << cut.shift);
       cut.chunk = kFewRows;
       cut.chunks = 1;
     } else {
       constexpr int kWaves = 2;
-      const std::int64_t all = limits_of(context.device).multiprocessors;
       const std::int64_t wanted = std::max<std::int64_t>(1, all * kBlocks * kWaves / cut.tiles);
       cut.chunk *= divide_up(rows, cut.chunk * wanted);
       cut.chunks = divide_up(rows, cut.chunk);
@@ -340,6 +350,22 @@ bool takes_vectors(const TensorView& t) {
   const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
   return aligned && has_adjacent_rows(t) && t.sizes[1] % kByte == 0 &&
          matrix_of(t).stride % Vector<T>::kSize == 0;
+}
+
+/// Of dense tensors and without bits, rows do not matter: they are taken so long that vectors fit.
+ActivationPass with_wide_rows(ActivationPass pass) {
+  const std::int64_t columns = pass.z.sizes[1], count = pass.z.numel();
+  const auto dense = [&](const TensorView& t) {
+    return t.defined() && matrix_of(t).stride == columns;
+  };
+  if (columns % kByte == 0 || pass.bits.defined() || !dense(pass.z) || !dense(pass.y)) return pass;
+  std::int64_t wide = 2048;
+  while (wide >= kByte && count % wide != 0) wide /= 2;
+  if (wide < kByte) return pass;
+  for (TensorView* t : {&pass.z, &pass.y}) {
+    *t = TensorView(t->data, t->dtype, t->device, {count / wide, wide});
+  }
+  return pass;
 }
 
 /// body<kind, vectors>(): float64 has no vector kernels, it is for checks.
@@ -358,6 +384,8 @@ void dispatch(Activation kind, bool vectors, Body body) {
           return body.template operator()<Activation::gelu_tanh, true>();
         case Activation::silu:
           return body.template operator()<Activation::silu, true>();
+        case Activation::hardswish:  // refused before
+          return;
       }
     }
   }
@@ -366,7 +394,8 @@ void dispatch(Activation kind, bool vectors, Body body) {
 
 }  // namespace
 
-void activate(const Context& context, const ActivationPass& pass) {
+void activate(const Context& context, const ActivationPass& given) {
+  const ActivationPass pass = with_wide_rows(given);
   const std::int64_t rows = pass.z.sizes[0], columns = pass.z.sizes[1];
   if (rows == 0 || columns == 0) return;
   ActivationArguments arguments{};
@@ -426,7 +455,7 @@ void differentiate(const Context& context, const GradientPass& pass) {
                          (bits || nothing || takes_vectors<T>(pass.kept));
     dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
       constexpr int kGroup = kColumns<T, kVectors>, kRows = kDepth<T, kGroup>;
-      const Cut cut = sums ? Cut::for_sums(context, rows, columns, kGroup, kRows)
+      const Cut cut = sums ? Cut::for_sums(context, rows, columns, kGroup, kRows, kVectors)
                            : Cut(context, rows, columns, kGroup, kRows);
       const bool only_chunk = cut.chunks == 1;
       const Scratch<A> partial(context, sums && !only_chunk ? cut.chunks * columns : 0);

@@ -25,6 +25,19 @@ bool backward(const AutoencoderSizes& sizes, Kind kind, bool known = false) {
   return products_are_faster(call<AutoencoderBackwardArguments>(sizes, kind), known);
 }
 
+TEST(AutoencoderSizes, ThoseThatDoNotFitAnIntAreDeclined) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 28;
+  EXPECT_EQ(indices_decline({64, 5, 32, 64}), "");
+  EXPECT_EQ(indices_decline({kMost, kMost, kMost, kMost}), "");
+  // The last one would be 5 frames again.
+  for (const std::int64_t size : {kMost + 1, std::int64_t{1} << 31, (std::int64_t{1} << 32) + 5}) {
+    EXPECT_NE(indices_decline({size, 5, 32, 64}), "") << size;
+    EXPECT_NE(indices_decline({64, size, 32, 64}), "") << size;
+    EXPECT_NE(indices_decline({64, 5, size, 64}), "") << size;
+    EXPECT_NE(indices_decline({64, 5, 32, size}), "") << size;
+  }
+}
+
 TEST(AutoencoderEstimates, ProductsAreFasterForLargeSizes) {
   for (const Kind kind : {kExact, kTf32, kHalf}) {
     for (const std::int64_t rows : {1, 512, 4096, 16384, 65536}) {

@@ -530,17 +530,33 @@ TEST_F(CudaSqueezeExcite, EmptyBatch) {
 // Every choice that a call has. ------------------------------------------------------------------
 
 TEST_F(CudaSqueezeExcite, EveryFunction) {
-  for (const Activation activation : {Activation::silu, Activation::relu}) {
+  for (const Activation activation : kSqueezeExciteActivations) {
     for (const Gate gate : {Gate::sigmoid, Gate::hardsigmoid}) {
       for (const DType dtype : {DType::f32, DType::f64, DType::bf16}) {
         for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
           SqueezeExcite call = make({4, 24, 6, 4, 5}, dtype, layout);
           call.activation = activation;
           call.gate = gate;
-          call.b2.fill(7, 4);  // far enough for hardsigmoid to reach both ends
+          call.b1.fill(8, 4);  // far enough for hardswish to reach both ends
+          call.b2.fill(7, 4);  // and for hardsigmoid
           expect_both(call);
         }
       }
+    }
+  }
+}
+
+TEST_F(CudaSqueezeExcite, HardswishAtItsKinks) {
+  const double all[] = {-3, 3, std::nextafter(-3.f, -4.f), std::nextafter(3.f, 2.f), kInf, kNaN};
+  for (const DType dtype : {DType::f32, DType::f64, DType::f16}) {
+    for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+      SqueezeExcite call = make({2, 24, 6, 4, 5}, dtype, layout);
+      call.activation = Activation::hardswish;
+      call.gate = Gate::hardsigmoid;
+      call.dw2 = {};  // a sum of what is infinite and NaN
+      ForwardReference saved = forward_reference(call);
+      for (Index i = 0; i < call.hidden.numel(); ++i) saved.hidden[i] = {all[i % 6], 0};
+      expect_backwards(call, saved);
     }
   }
 }

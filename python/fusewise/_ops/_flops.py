@@ -1,0 +1,118 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators: the matrix products of
+the same layers in torch, forward and backward, and as torch no pointwise work. What backward
+computes anew does not count."""
+
+import sys
+from math import prod
+
+import torch
+
+from .autoencoder import AUTOENCODER_WEIGHTS
+
+_COUNTER = "torch.utils.flop_counter"
+
+# Tensors come as their shapes.
+
+
+def _linear_act(x, w, *_, **__):
+    return 2 * prod(x) * w[0]
+
+
+def _linear_act_backward(dy, x, w, kept, activation, dx, dw, *_, **__):
+    return _linear_act(x, w) * (dx + dw)
+
+
+def _mlp(x, weights, *_, **__):
+    rows = prod(x[:-1])
+    return sum(2 * rows * prod(w) for w in weights)
+
+
+def _mlp_backward(dy, x, weights, saved, activation, final_activation, dx, needs, *_, **__):
+    rows, layers, total = prod(x[:-1]), len(weights), 0
+    needed = bool(dx)  # the gradient of a layer's input
+    for w, dw, db in zip(weights, needs[:layers], needs[layers:], strict=True):
+        total += 2 * rows * prod(w) * (needed + bool(dw))
+        needed = bool(needed or dw or db)
+    return total
+
+
+def _squeeze_excite(x, w1, *_, **__):
+    return 4 * x[0] * prod(w1)
+
+
+def _squeeze_excite_backward(
+    dy, x, w1, w2, saved, activation, gate, dx, dw1, db1, dw2, db2, *_, **__
+):
+    return 2 * x[0] * prod(w1) * (dw2 + (dx or dw1 or db1) + dw1 + dx)
+
+
+def _autoencoder_products(x, weights):
+    """Encoder, projection on the basis, layer in the middle; the decoder is as the encoder."""
+    rows, mels, (latent, codes) = x[0], weights[0][0], weights[4]
+    return 2 * rows * codes * mels, 2 * rows * codes * latent, 2 * rows * latent * latent
+
+
+def _autoencoder(x, weights, output, *_, **__):
+    encoder, basis, middle = _autoencoder_products(x, weights)
+    return encoder + basis + middle + (0 if output == "latent" else basis + encoder)
+
+
+def _autoencoder_backward(gradient, x, weights, projection, output, tf32, needed, *_, **__):
+    encoder, basis, middle = _autoencoder_products(x, weights)
+    names = ("x", *AUTOENCODER_WEIGHTS)
+    need = {name: needed >> i & 1 for i, name in enumerate(names)}
+    # Whether something at or before the inputs of the four maps needs a gradient.
+    row = need["x"] | need["norm_weight"] | need["norm_bias"]
+    code = row | need["encoder_weight"] | need["encoder_bias"]
+    projected = code | need["basis"] | need["mid_norm_weight"] | need["mid_norm_bias"]
+    latent = projected | need["mid_weight"] | need["mid_bias"]
+    total = encoder * (need["encoder_weight"] + row)
+    total += basis * (need["basis"] + code)
+    total += middle * (need["mid_weight"] + projected)
+    if output != "latent":
+        total += basis * (need["basis"] + latent) + encoder * (need["decoder_weight"] + latent)
+    return total
+
+
+_FORMULAS = (
+    _linear_act,
+    _linear_act_backward,
+    _mlp,
+    _mlp_backward,
+    _squeeze_excite,
+    _squeeze_excite_backward,
+    _autoencoder,
+    _autoencoder_backward,
+)
+
+
+def _register(counter) -> None:
+    for formula in _FORMULAS:
+        operator = getattr(torch.ops.fusewise, formula.__name__)
+        counter.register_flop_formula(operator)(formula)
+
+
+class _WhenImported:
+    """An import hook: torch's counter brings Triton with it, which `import fusewise` must not."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        from importlib.util import find_spec
+
+        spec = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module):
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+
+if _COUNTER in sys.modules:
+    _register(sys.modules[_COUNTER])
+else:
+    sys.meta_path.insert(0, _WhenImported())

@@ -1,0 +1,156 @@
+#include "cuda/gemm/cublaslt.h"
+
+#include <array>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "common/check.h"
+#include "cuda/device.h"
+#include "cuda/gemm/alignment.h"
+#include "cuda/gemm/tuning.h"
+
+namespace fusewise::cuda {
+namespace {
+
+constexpr int kMostCandidates = 8;
+constexpr std::size_t kMostWorkspace = 32 << 20;  // NVIDIA's advice for Hopper
+
+void check_blas(cublasStatus_t status, const char* doing) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  static_cast<void>(cudaGetLastError());  // so that later calls do not report it
+  const std::string message =
+      std::string("cuBLASLt: ") + doing + " failed: " + cublasLtGetStatusString(status);
+  if (status == CUBLAS_STATUS_ALLOC_FAILED) throw OutOfMemory(message);
+  throw Error(message);
+}
+
+/// One for each GPU, for the life of the process; safe to use from several threads.
+cublasLtHandle_t handle_of(Device device) {
+  static std::array<std::once_flag, kMaxDevices> once;
+  static std::array<cublasLtHandle_t, kMaxDevices> handles{};
+  check(device.index >= 0 && device.index < kMaxDevices, "device: no GPU number ", device.index);
+  std::call_once(once[device.index], [&] {
+    const RelaxedCapture relaxed;  // it allocates, and another thread may be capturing
+    check_blas(cublasLtCreate(&handles[device.index]), "starting");
+  });
+  return handles[device.index];
+}
+
+cudaDataType_t type_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return CUDA_R_64F;
+    case DType::f16:
+      return CUDA_R_16F;
+    case DType::bf16:
+      return CUDA_R_16BF;
+    default:
+      return CUDA_R_32F;
+  }
+}
+
+cublasComputeType_t compute_of(const Product& p) {
+  if (p.dtype == DType::f64) return CUBLAS_COMPUTE_64F;
+  if (p.dtype == DType::f32 && p.math.tf32) return CUBLAS_COMPUTE_32F_FAST_TF32;
+  return CUBLAS_COMPUTE_32F;
+}
+
+cublasLtEpilogue_t epilogue_of(const Product& p) {
+  const bool bias = p.bias != nullptr;
+  switch (p.epilogue) {
+    case Epilogue::relu:
+      return bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
+    case Epilogue::gelu_tanh:
+      return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    default:
+      return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+  }
+}
+
+template <typename Value>
+void set(cublasLtMatmulDescOpaque_t& operation, cublasLtMatmulDescAttributes_t attribute,
+         Value value) {
+  check_blas(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)),
+             "describing a product");
+}
+
+void describe(cublasLtMatrixLayoutOpaque_t* layout, cudaDataType_t type, std::int64_t rows,
+              std::int64_t columns, const Matrix& matrix) {
+  if (matrix.transposed) std::swap(rows, columns);
+  check_blas(cublasLtMatrixLayoutInit(layout, type, rows, columns, matrix.stride),
+             "describing a matrix");
+}
+
+}  // namespace
+
+Description::Description(const Product& p) {
+  const cudaDataType_t type = type_of(p.dtype);
+  const cudaDataType_t scale = p.dtype == DType::f64 ? CUDA_R_64F : CUDA_R_32F;
+  check_blas(cublasLtMatmulDescInit(&operation, compute_of(p), scale), "describing a product");
+  set(operation, CUBLASLT_MATMUL_DESC_TRANSA, p.b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(operation, CUBLASLT_MATMUL_DESC_TRANSB, p.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(p));
+  if (p.bias != nullptr) set(operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+  describe(&a, type, p.columns, p.inner, p.b);
+  describe(&b, type, p.inner, p.rows, p.a);
+  describe(&d, p.wide_result ? scale : type, p.columns, p.rows, p.d);
+}
+
+std::vector<Algorithm> suggested(const Context& context, const Product& p) {
+  Description description(p);
+  cublasLtMatmulPreferenceOpaque_t preference;
+  check_blas(cublasLtMatmulPreferenceInit(&preference), "asking for algorithms");
+  const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    check_blas(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)),
+               "asking for algorithms");
+  };
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMostWorkspace);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a.data));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.d.data));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d.data));
+  if (!p.math.reduced_sums) {
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           std::uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+  }
+  cublasLtMatmulHeuristicResult_t found[kMostCandidates];
+  int count = 0;
+  // A failure is an empty list.
+  static_cast<void>(cublasLtMatmulAlgoGetHeuristic(
+      handle_of(context.device), &description.operation, &description.a, &description.b,
+      &description.d, &description.d, &preference, kMostCandidates, found, &count));
+  std::vector<Algorithm> list;
+  for (int i = 0; i < count; ++i) {
+    if (found[i].state == CUBLAS_STATUS_SUCCESS) {
+      list.push_back({found[i].algo, found[i].workspaceSize});
+    }
+  }
+  return list;
+}
+
+bool takes(const Context& context, Description& description, Algorithm& algorithm) {
+  cublasLtMatmulHeuristicResult_t result{};
+  const cublasStatus_t status = cublasLtMatmulAlgoCheck(
+      handle_of(context.device), &description.operation, &description.a, &description.b,
+      &description.d, &description.d, &algorithm.algorithm, &result);
+  algorithm.workspace = result.workspaceSize;
+  return status == CUBLAS_STATUS_SUCCESS && algorithm.workspace <= kMostWorkspace;
+}
+
+void run_algorithm(const Context& context, const Product& p, Description& description,
+                   const Algorithm& algorithm, void* workspace, double factor) {
+  const double kept = p.add ? 1 : 0;
+  const float factor32 = static_cast<float>(factor), kept32 = static_cast<float>(kept);
+  const bool f64 = p.dtype == DType::f64;
+  const void* alpha = f64 ? static_cast<const void*>(&factor) : &factor32;
+  const void* beta = f64 ? static_cast<const void*>(&kept) : &kept32;
+  check_blas(
+      cublasLtMatmul(handle_of(context.device), &description.operation, alpha, p.b.data,
+                     &description.a, p.a.data, &description.b, beta, p.d.data, &description.d,
+                     p.d.data, &description.d, &algorithm.algorithm, workspace, algorithm.workspace,
+                     static_cast<cudaStream_t>(context.stream)),
+      "a product");
+}
+
+}  // namespace fusewise::cuda
