@@ -17,7 +17,8 @@ CTEST := PATH="$(BIN):$$PATH" $(BIN)/ctest -j $(shell nproc)
 CXX_FILES = $$(find include src bindings tests/cpp tests/fuzz examples benchmarks \
 	-name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: help setup build lint format test test-core test-sanitize test-compat bench gpu gpu-soak clean
+.PHONY: help setup build lint format test test-core test-sanitize test-compat mutants bench gpu gpu-soak \
+	clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -66,13 +67,17 @@ bench: build  ## measure against PyTorch; ARGS="--full --device cpu" and the lik
 	$(BIN)/fusewise bench $(ARGS)
 
 # With the python3 on the path where that has the right torch (nothing is installed), else .venv.
-gpu gpu-soak: gpu_python = $$(python3 tools/has_torch.py && echo python3 || echo $(BIN)/python)
+mutants gpu gpu-soak: any_python = $$(python3 tools/has_torch.py && echo python3 || echo $(BIN)/python)
+mutants:  ## plant small bugs one at a time, each must fail its test; ARGS="--jobs 4 linear_act" picks
+	@python3 tools/has_torch.py || $(MAKE) setup
+	$(any_python) tools/mutants.py $(ARGS)
+
 gpu:  ## on a GPU: build, test, sanitize, measure; writes gpu-results/. STEPS="build test" picks, ARGS goes to the benchmark
 	@python3 tools/has_torch.py || $(MAKE) setup
-	$(gpu_python) tools/gpu.py $(STEPS) --bench="$(ARGS)"
+	$(any_python) tools/gpu.py $(STEPS) --bench="$(ARGS)"
 
 gpu-soak:  ## on a GPU, after `make gpu`: a million calls with flat memory
-	PYTHONPATH="python:$${PYTHONPATH:-}" $(gpu_python) tools/soak.py
+	PYTHONPATH="python:$${PYTHONPATH:-}" $(any_python) tools/soak.py
 
 clean:  ## remove what was built and measured; .venv stays
 	rm -rf build dist bench-results gpu-results profile-results python/fusewise/_lib/*.so

@@ -6,10 +6,14 @@ import sys
 import tempfile
 import textwrap
 
-import pytest
-import torch
+# OpenMP reads it when torch loads it. Threads that spin while they wait take the cores from those
+# that work: beside another job, a test of seconds then takes minutes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from fusewise._amx import avoid_broken_amx
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from fusewise._amx import avoid_broken_amx  # noqa: E402
 
 try:
     import hypothesis

@@ -93,6 +93,8 @@ TEST(AutoencoderErrors, SizesThatDoNotFit) {
   call.x.rank = 3;
   call.x.sizes = {2, 6, 3};
   expect_error(tensors, call, "x: expected rows of 3 frames of 6 values, got [2, 6, 3]");
+  call.x.sizes = {2, 3, 5};
+  expect_error(tensors, call, "x: expected rows of 3 frames of 6 values, got [2, 3, 5]");
   call = tensors.forward(0);
   call.y.sizes[0] = 3;
   expect_error(tensors, call, "y: expected x's shape [2, 18], got [3, 18]");

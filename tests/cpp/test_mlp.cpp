@@ -95,8 +95,11 @@ TEST(Mlp, EveryActivation) {
 }
 
 TEST(Mlp, EveryDepth) {
-  for (std::vector<Index> widths :
-       {std::vector<Index>{3, 4}, {1, 1, 1}, {65, 3, 129, 8}, {5, 5, 5, 5, 5, 5, 5}}) {
+  for (std::vector<Index> widths : {std::vector<Index>{3, 4},
+                                    {1, 1, 1},
+                                    {65, 3, 129, 8},
+                                    {3, 40, 5, 8},
+                                    {5, 5, 5, 5, 5, 5, 5}}) {
     expect_right(Stack(9, widths, DType::f64, Activation::relu, Activation::identity));
     expect_right(Stack(9, widths, DType::f64, Activation::relu, Activation::relu, true));
     expect_right(Stack(9, widths, DType::f64, Activation::silu, Activation::gelu));

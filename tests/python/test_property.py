@@ -1,35 +1,21 @@
-"""Random shapes, strides, dtypes and functions, all under the one accuracy rule."""
+"""Squeeze-and-Excitation on random shapes, strides, dtypes and functions, by the accuracy rule."""
 
+import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from reference import ACTIVATIONS, DTYPES, GATES, gradients, make_case, squeeze_excite
+pytest.importorskip("hypothesis")
+from hypothesis import example, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
-
-@st.composite
-def relaid(draw, like):
-    """A function that gives a tensor of `like`'s shape random strides: any order of dimensions,
-    steps, room between and before the elements, and dimensions of stride 0."""
-    order = draw(st.permutations(range(4)))
-    steps = draw(st.tuples(*[st.sampled_from([1, 1, 1, 2, 3])] * 4))
-    margins = draw(st.tuples(*[st.sampled_from([0, 0, 1, 5])] * 4))
-    offset = draw(st.integers(0, 8))
-    flat = draw(st.sampled_from([(), (), (), (0,), (2, 3), (0, 1, 2, 3)]))  # expanded dimensions
-
-    def relay(t):
-        for dim in flat:
-            t = t.narrow(dim, 0, min(1, t.shape[dim]))
-        room = [t.shape[d] * steps[d] + margins[d] for d in order]
-        memory = t.new_empty(torch.Size(room).numel() + offset)[offset:].view(room)
-        inverse = [order.index(d) for d in range(4)]
-        memory = memory.permute(inverse)
-        for d in range(4):
-            memory = memory.narrow(d, margins[d], t.shape[d] * steps[d])
-            memory = memory[(slice(None),) * d + (slice(None, None, steps[d]),)]
-        return memory.copy_(t).expand(like)
-
-    return relay
+from reference import (  # noqa: E402
+    ACTIVATIONS,
+    DTYPES,
+    GATES,
+    gradients,
+    make_case,
+    squeeze_excite,
+)
+from strategies import moved, relaid  # noqa: E402
 
 
 @st.composite
@@ -52,17 +38,8 @@ def cases(draw):
 
 def on(device, case):
     """The case on a device, strides kept."""
-    if device == "cpu":
-        return case
-
-    def move(t):
-        if t is None:
-            return None
-        memory = t.as_strided((t.untyped_storage().size() // t.element_size(),), (1,), 0)
-        return memory.to(device).as_strided(t.shape, t.stride(), t.storage_offset())
-
-    moved = (move(t) for t in (*case.inputs, case.dy))
-    return type(case)(*moved, case.activation, case.gate)
+    tensors = (moved(t, device) for t in (*case.inputs, case.dy))
+    return type(case)(*tensors, case.activation, case.gate)
 
 
 @settings(max_examples=150)
@@ -91,7 +68,7 @@ def test_any_shapes_are_right_or_refused(device, shape, w1, b1, w2, b2):
             None if s is None else torch.ones(s, device=where) for s in (shape, w1, b1, w2, b2)
         ]
         try:
-            return squeeze_excite(*tensors, "silu").shape
+            return squeeze_excite(*tensors, activation="silu").shape
         except RuntimeError as error:
             return str(error).split(":")[0]
 

@@ -10,6 +10,7 @@ from fusewise import cli
 from fusewise._usage import UsageError
 from fusewise.bench import schema
 from fusewise.bench.compare import compare, lines, worse
+from fusewise.bench.statistics import summary
 from results import contender, gpu_results
 
 
@@ -96,6 +97,18 @@ def test_better_and_worse_beyond_the_noise(ours, eager, verdict):
     assert found["rows"][0]["clocks"]["gpu"]["verdict"] == verdict
     assert {row["clocks"]["gpu"]["verdict"] for row in found["rows"][1:]} == {"same"}
     assert worse(found) == (["b4-48x190 forward"] if verdict == "worse" else [])
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_noisy_samples_are_no_verdict(factor):
+    """Medians 10 % apart, of samples that differ by far more among themselves."""
+    old, new = changed(2.0)
+    for results, centre in ((old, 2.0), (new, 2.0 * factor)):
+        samples = [centre * (0.6 + 0.1 * i) for i in range(9)]
+        results["rows"][0]["contenders"]["fusewise"]["gpu"] = summary(samples)
+    found = compare(old, new)["rows"][0]["clocks"]["gpu"]
+    assert found["change"].value == pytest.approx(1 / factor)
+    assert found["verdict"] == "same"
 
 
 def test_a_case_that_fails_now_is_worse():

@@ -60,3 +60,14 @@ def test_a_summary_has_median_and_quartiles():
     found = summary([5.0, 1.0, 4.0, 2.0, 3.0])
     assert found["median"] == 3
     assert found["quartiles"] == [1.5, 4.5]
+
+
+def test_the_interval_of_a_known_sample():
+    """Of 1, 2, ..., 29: the median of a resample is below 10 with 1.6 % and at most 10 with 4.2 %,
+    by the binomial distribution, so 10 is where 2.5 % are reached, and 20 from above. An interval
+    of 90 % would begin at 11, one of 97.5 % at 9."""
+    sample = [float(i) for i in range(1, 30)]
+    ratio = ratio_of_sums([(1, sample, [1.0] * 5)])
+    assert (ratio.low, ratio.value, ratio.high) == (10, 15, 20)
+    ratio = ratio_of_sums([(1, [1.0] * 5, sample)])
+    assert (1 / ratio.low, 1 / ratio.value, 1 / ratio.high) == pytest.approx((20, 15, 10))
