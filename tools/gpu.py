@@ -36,7 +36,7 @@ ENVIRONMENT = os.environ | {
         filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")])
     ),
 }
-SHARES = 8  # of the Python tests, side by side
+SHARES = 12  # of the Python tests, side by side
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 

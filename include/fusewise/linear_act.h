@@ -31,8 +31,8 @@ struct ProductMath {
   bool reduced_sums = false;
   /// The first call with these weights' sizes and an octave of row counts measures cuBLASLt's
   /// algorithms and keeps the fastest, in memory and in `fusewise/products` of the user's cache
-  /// folder. Otherwise, and while a graph is captured, cuBLASLt's own first choice is taken, as with
-  /// FUSEWISE_TUNE=0 in the environment.
+  /// folder. Otherwise, and while a graph is captured, cuBLASLt's own first choice is taken, as
+  /// with FUSEWISE_TUNE=0 in the environment.
   bool tune = true;
 };
 
