@@ -26,8 +26,8 @@ def cases(draw):
         "n_mels": draw(st.integers(2, 20)),
         "frames": draw(st.integers(1, 4)),
         "latent": draw(st.integers(2, 20)),
-        # Of a single value the normalised basis makes plus or minus that value: the LayerNorm behind
-        # it may see nothing but rounding.
+        # Of a single value the normalised basis makes plus or minus that value: the LayerNorm
+        # behind it may see nothing but rounding.
         "slice_latent": draw(st.integers(2, 20)),
     }
     torch.manual_seed(draw(st.integers(0, 2**31)))
