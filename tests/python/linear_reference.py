@@ -259,8 +259,8 @@ def gradients(case, fn=None):
     return recorded(case, fn)[0]
 
 
-def recorded(case, fn=None):
-    """The same, and all that the call kept for backward."""
+def recorded(case, fn=None, unpack=lambda t: t):
+    """The same, and all that the call kept for backward, which gets it through `unpack`."""
     inputs = [None if t is None else t.detach().requires_grad_() for t in case.inputs]
     kept = []
 
@@ -268,7 +268,7 @@ def recorded(case, fn=None):
         kept.append(t)
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(keep, unpack):
         y = case.call(fn or case.ours, inputs)
     present = {f"d{n}": t for n, t in zip(case.names, inputs, strict=True) if t is not None}
     found = torch.autograd.grad(y, list(present.values()), case.dy)

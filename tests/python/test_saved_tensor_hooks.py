@@ -27,18 +27,28 @@ def sliced(t):
 STRIDED = pytest.mark.parametrize("strided", [stepped, column_major, sliced])
 
 
+class Unpack:
+    """A hook that gives tensors back strided, and remembers them."""
+
+    def __init__(self, strided):
+        self.strided = strided
+        self.seen = []
+
+    def __call__(self, tensor):
+        self.seen.append(self.strided(tensor))
+        return self.seen[-1]
+
+    def expect_strided(self):
+        assert any(not tensor.is_contiguous() for tensor in self.seen)
+
+
 def expect_right(case, strided):
     """By the rule, and every saved tensor came through the hooks."""
-    seen = []
-
-    def unpack(tensor):
-        seen.append(strided(tensor))
-        return seen[-1]
-
+    unpack = Unpack(strided)
     case.expected()  # eager's, without hooks
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
         case.check()
-    assert any(not tensor.is_contiguous() for tensor in seen)
+    unpack.expect_strided()
 
 
 @STRIDED
@@ -52,7 +62,12 @@ def test_squeeze_excite(device, strided, layout, dtypes):
 @STRIDED
 @pytest.mark.parametrize("activation", ["relu", "gelu", "identity"])
 def test_linear_act(device, strided, activation):
-    expect_right(linear_reference.make_case((7,), 5, 19, device, activation=activation), strided)
+    case = linear_reference.make_case((7,), 5, 19, device, activation=activation)
+    eager = case.expected()
+    unpack = Unpack(strided)
+    found, _ = linear_reference.recorded(case, unpack=unpack)
+    reference.assert_right(case.results(found, ()), eager)
+    unpack.expect_strided()
 
 
 @STRIDED
