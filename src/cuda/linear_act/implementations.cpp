@@ -28,6 +28,8 @@ Product forward_product(const LinearActForward& call, const TensorView& d) {
   p.dtype = d.dtype;
   p.bias = call.b.data;
   p.math = with_environment(call.math);
+  // Parts of a sum that are added in half may end up on the other side of relu's kink.
+  if (call.activation == Activation::relu) p.math.reduced_sums = false;
   return p;
 }
 

@@ -341,13 +341,14 @@ def _terms(x, weights, steps, gradient, d, output) -> dict[str, tuple[Tensor, Te
 
 
 def _scale(value: float, last: float, inside: float, dtype: torch.dtype, data: torch.dtype):
-    """The sums inside count for a 256th, and for at most 32 times the outermost sum: through six
-    layers the worst case is thousands of times what comes of it, as errors average out, and would
-    let zeros pass. In float64 they count whole, as the reference rounds, too. Of half data every
-    term was rounded to half on its way; of what that leaves in a sum, a 64th counts."""
-    counted = inside if data == torch.float64 else min(inside / 256, 32 * last)
-    rounded = last / 64 if data in (torch.float16, torch.bfloat16) else 0
-    return scale(value, last, counted, dtype) + rounded
+    """The sums inside count for a 256th, as errors average out over six layers, but for no more
+    than eight times the outermost sum, which would let zeros pass. In float32 they count for a
+    1024th at least: a norm of few values cancels most of what is behind it. In float64 they count
+    whole, as the reference rounds, too."""
+    if data == torch.float64:
+        return scale(value, last, inside, dtype)
+    least = inside / 1024 if data == torch.float32 else 0.0
+    return scale(value, last, min(inside / 256, max(8 * last, least)), dtype)
 
 
 def _finite(t: Tensor) -> Tensor:
