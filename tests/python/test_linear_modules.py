@@ -454,14 +454,6 @@ def test_an_activation_is_not_dropped():
         fusewise.nn.LinearAct.from_linear(fusewise.nn.LinearAct(2, 3, activation="gelu"), "relu")
 
 
-def test_a_bias_that_only_some_layers_have_is_no_silent_loss():
-    for missing in (0, 1):
-        module = fusewise.nn.MLP([4, 3, 2])
-        module.layers[missing].bias = None
-        with pytest.raises(TypeError, match=f"^biases: .* in place {missing}"):
-            module(torch.randn(2, 4))
-
-
 def test_the_order_of_arguments_cannot_be_mistaken():
     """`LinearAct(8, 4, "gelu")` would be a layer with relu, as a text counts as true."""
     with pytest.raises(TypeError, match="^bias: expected True or False, got 'gelu'"):

@@ -91,7 +91,10 @@ def rephrased(error: Exception, **tensors: torch.Tensor | None) -> Exception:
                 continue
             if tensor.layout is not torch.strided or tensor.is_nested:
                 kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-                return RuntimeError(f"{name}: expected a dense tensor, got a {kind} one; {WAY_OUT}")
+                return RuntimeError(
+                    f"{name}: expected a dense tensor, got a {kind} one; convert it first "
+                    f"(to_padded_tensor, to_dense); of a linear layer, {WAY_OUT}"
+                )
             if tensor.is_quantized:
                 return RuntimeError(f"{name}: expected a floating dtype, got {tensor.dtype}")
             if tensor.is_cuda and CUDA_MISSING:

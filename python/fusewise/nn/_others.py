@@ -176,5 +176,5 @@ def _kind_of(module: nn.Module, known: tuple[str, ...]) -> str:
         if full_name(kind) in known:
             methods = ("__call__", "forward", "_scale")  # torchvision's forward calls the last
             same = all(getattr(cls, each, None) is getattr(kind, each, None) for each in methods)
-            return full_name(kind) if same else ""
+            return full_name(kind) if same and "_scale" not in module.__dict__ else ""
     return ""

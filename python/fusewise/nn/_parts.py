@@ -61,6 +61,7 @@ def ordinary(parts: Collection[nn.Module], kinds: Sequence[type[nn.Module]]) -> 
             or "forward" in own
             or ("eps" in own and own["eps"] != _EPS)
             or ("padding" in own and own["padding"] != _PADDING)
+            or ("groups" in own and own["groups"] != 1)
         ):
             return False
     return len(parts) == len(kinds)
@@ -92,7 +93,7 @@ def _foreign(name: str, part: nn.Module, kind: type[nn.Module]) -> str:
             if error := dtensor_error(f"{name}.{of}", tensor):
                 raise error
         return f"{name} has hooks, which run only when it is called"
-    for of, value in (("eps", _EPS), ("padding", _PADDING)):
+    for of, value in (("eps", _EPS), ("padding", _PADDING), ("groups", 1)):
         if getattr(part, of, value) != value:
             return f"{name}.{of} is {getattr(part, of)} where the operator has {value}"
     return ""

@@ -88,8 +88,12 @@ class MLP(torch.nn.Module):
             weight, bias = weight_and_bias(layer)
             weights.append(weight)
             biases.append(bias)
-        if all(bias is None for bias in biases):
+        missing = [i for i, bias in enumerate(biases) if bias is None]
+        if len(missing) == len(biases):
             biases = None
+        elif missing:
+            why = f"layers.{missing[0]} has no bias where others have one"
+            return run_torch("linear_act", self, self._with_torch, x, why)
         try:
             return functional.mlp(x, weights, biases, self.activation, self.final_activation)
         except RuntimeError as error:

@@ -9,7 +9,7 @@ from .._ops import SQUEEZE_EXCITE_ACTIVATIONS, SQUEEZE_EXCITE_GATES, missing_act
 from .._settings import TORCH, settings
 from ..functional._transforms import is_jit_tracing, is_symbolic, refuse_script
 from ..functional.squeeze_excite import ACTIVATIONS, GATES
-from ._checks import floating, one_of, whole
+from ._checks import floating, one_of, true_or_false, whole
 from ._others import excitation_parts
 from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_bias
 
@@ -49,6 +49,7 @@ class SqueezeExcitation(torch.nn.Module):
             raise missing_activation()
         one_of("activation", activation, SQUEEZE_EXCITE_ACTIVATIONS)
         one_of("gate", gate, SQUEEZE_EXCITE_GATES)
+        true_or_false("bias", bias)
         floating(dtype)
         self.activation = activation
         self.gate = gate
