@@ -37,6 +37,38 @@ def test_relu_decides_on_the_sum_before_it_is_rounded(m, k, n, dtype, implementa
     assert ((db >= lowest - room) & (db <= highest + room)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "k, n", [(64, 64), (128, 128), (256, 256), (320, 32), (64, 1024), (1024, 1024)]
+)
+def test_every_row_counts(k, n, dtype):
+    """cuBLAS 13.1 leaves out the last rows of some sums: torch's own gradient is then wrong. Every
+    row counts in one column here, so that dw holds whole numbers."""
+    for rows in (4097, 8193, 10001, 12295, 20481, 20488, 20495, 20496, 20543, 65537, 100003):
+        x = torch.zeros(rows, k, device="cuda", dtype=dtype)
+        row = torch.arange(rows, device="cuda")
+        x[row, row % k] = 1
+        w = torch.zeros(n, k, device="cuda", dtype=dtype, requires_grad=True)
+        linear_act(x, w, None, "identity").backward(
+            torch.ones(1, 1, device="cuda", dtype=dtype).expand(rows, n)
+        )
+        expected = (row % k).bincount(minlength=k).to(dtype)
+        assert torch.equal(w.grad, expected.expand(n, k)), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("m, n", [(64, 64), (64, 256), (256, 256), (32, 320)])
+def test_every_input_counts(m, n, dtype):
+    """The same in the forward product of few rows and many inputs."""
+    for k in (4104, 8200, 20488, 20495, 20496, 65544):
+        w = torch.zeros(n, k, device="cuda", dtype=dtype)
+        column = torch.arange(k, device="cuda")
+        w[column % n, column] = 1
+        y = linear_act(torch.ones(m, k, device="cuda", dtype=dtype), w, None, "identity")
+        expected = (column % n).bincount(minlength=n).to(dtype)
+        assert torch.equal(y, expected.expand(m, n)), k
+
+
 CAPTURED_FIRST = """
     import torch
     from fusewise.functional import linear_act

@@ -148,7 +148,10 @@ def test_another_process_gets_the_same_bits(device, run_python):
     """
     here = {}
     exec(textwrap.dedent(program), here)
-    assert run_python(textwrap.dedent(program) + "print(digest)").strip() == here["digest"]
+    # Left at once: where a backward in Python ran on torch's CUDA thread, that thread sometimes
+    # aborts a process that ends in the usual way (2 of 48, without fusewise as well).
+    leave = "print(digest, flush=True); import os; os._exit(0)"
+    assert run_python(textwrap.dedent(program) + leave).strip() == here["digest"]
 
 
 # --- the operators themselves ------------------------------------------------------------------

@@ -31,12 +31,11 @@ def cases(draw):
         "slice_latent": draw(st.integers(2, 20)),
     }
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    case = make_case(
-        draw(st.integers(1, 40)),
-        sizes,
-        dtypes=DTYPES[draw(st.sampled_from(sorted(DTYPES)))],
-        layout=draw(st.sampled_from(["rows", "frames"])),
-        output=draw(st.sampled_from(OUTPUTS)),
+    rows, output = draw(st.integers(1, 40)), draw(st.sampled_from(OUTPUTS))
+    dtypes = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+    layout = draw(st.sampled_from(["rows", "frames"]))
+    case, *others = (
+        make_case(rows, sizes, dtypes=dtypes, layout=layout, output=output) for _ in range(4)
     )
     x = draw(relaid(case.x.shape))(case.x)
     gradient = draw(relaid(case.gradient.shape))(case.gradient)
@@ -45,15 +44,22 @@ def cases(draw):
         weights = case.weights
     if x.reshape(x.shape[0], sizes["frames"], -1).std(-1).min() < 0.1:
         x = case.x
-    return Case(x, weights, gradient, case.output)
+    return Case(x, weights, gradient, output), *others
 
 
-@settings(max_examples=60)
-@given(case=cases())
-def test_any_call_is_right(device, case):
-    tensors = [moved(t, device) for t in (case.x, case.gradient, *case.weights)]
-    case = Case(tensors[0], tensors[2:], tensors[1], case.output)
-    case.check_every_implementation()
+@settings(max_examples=40)
+@given(drawn=cases())
+def test_any_call_is_right(device, drawn):
+    case, *others = (
+        Case(
+            moved(each.x, device),
+            [moved(w, device) for w in each.weights],
+            moved(each.gradient, device),
+            each.output,
+        )
+        for each in drawn
+    )
+    case.check_every_implementation(*others)
     found = gradients(autoencoder, case)
     assert found["dx"].stride() == torch.empty_like(case.x).stride()
 

@@ -20,6 +20,7 @@ class Description {
 
   cublasLtMatmulDescOpaque_t operation;
   cublasLtMatrixLayoutOpaque_t a, b, d;
+  std::int64_t inner;
 };
 
 struct Algorithm {
@@ -29,10 +30,12 @@ struct Algorithm {
   bool right = true;
 };
 
-/// What cuBLASLt suggests for a product, best guess first; may be empty.
+/// What cuBLASLt suggests for a product, best guess first, where it adds up every term; may be
+/// empty.
 std::vector<Algorithm> suggested(const Context& context, const Product& product);
 
-/// Whether a product can take an algorithm. Sets the workspace that it needs then.
+/// Whether a product can take an algorithm. Sets the workspace that it needs then, and changes the
+/// number of parts that it cuts the sum into where terms would be lost otherwise.
 bool takes(const Context& context, Description& description, Algorithm& algorithm);
 
 /// d = epilogue(factor * a b + bias).
