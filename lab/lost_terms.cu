@@ -54,7 +54,8 @@ int setting(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttri
 }
 
 struct Count {
-  long run = 0, lost = 0, rule_wrong = 0;
+  long run = 0, foreseen = 0, lost = 0, unforeseen = 0;
+  std::string example;
 };
 
 class Machine {
@@ -116,16 +117,22 @@ class Machine {
         Count& here = counts_[std::string(name) + ", algorithm " + std::to_string(id) +
                               (step > 0 ? ", step " + std::to_string(step) : ", no step")];
         ++here.run;
+        here.foreseen += even;
         here.lost += lost != 0;
-        here.rule_wrong += lost != (even ? rows % step : 0);
+        if (lost != 0 && !even) {
+          ++here.unforeseen;
+          here.example = std::to_string(rows) + " rows in " + std::to_string(parts) +
+                         " parts: " + std::to_string(lost) + " lost";
+        }
       }
     }
   }
 
   void print() const {
     for (const auto& [name, count] : counts_) {
-      std::printf("%-36s %8ld run, %7ld lost rows, %ld not as the rule says\n", name.c_str(),
-                  count.run, count.lost, count.rule_wrong);
+      std::printf("%-32s %6ld run, %5ld foreseen to lose rows, %5ld did, %5ld unforeseen %s\n",
+                  name.c_str(), count.run, count.foreseen, count.lost, count.unforeseen,
+                  count.example.c_str());
     }
   }
 
