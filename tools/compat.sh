@@ -12,7 +12,7 @@ rm -rf build/wheel
 "${pip[@]}" wheel . --no-deps --wheel-dir build/wheel
 .venv/bin/python tools/check_wheel.py build/wheel/*.whl
 .venv/bin/python tools/check_leaks.py build/wheel/*.whl
-"${pip[@]}" install --upgrade --upgrade-strategy eager torch
+"${pip[@]}" install --upgrade --upgrade-strategy eager torch pytest
 "${pip[@]}" install --force-reinstall --no-deps build/wheel/*.whl
 
 root=$PWD
@@ -21,3 +21,6 @@ echo "compat: the wheel under the newest torch"
 "$root/.venv-compat/bin/python" "$root/tests/compat/check.py"
 echo "compat: the library of make build under the newest torch"
 PYTHONPATH="$root/python" "$root/.venv-compat/bin/python" "$root/tests/compat/check.py"
+echo "compat: private names of the newest torch"
+PYTHONPATH="$root/python" "$root/.venv-compat/bin/python" -m pytest -q --noconftest -p no:cacheprovider \
+  "$root/tests/python/test_torch_private.py"

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
+from .._torch_private import compile_on_one_thread
 from .families import FAMILIES
 from .families.family import BOTH, FORWARD, GRAPHED, REDUCE_OVERHEAD, STEP, Case, Workload
 from .measure import Call, Replay
@@ -39,7 +40,7 @@ def all_baselines() -> tuple[str, ...]:
 def functions(workload: Workload, baselines: tuple[str, ...]) -> dict[str, Callable | str]:
     """Ours and the baselines by name; a string in place of a function says why it is not there."""
     found = dict(workload.functions)
-    torch._dynamo.reset()  # else earlier cases count towards the limit of recompilations
+    torch.compiler.reset()  # else earlier cases count towards the limit of recompilations
     if "compile" not in found:  # else the family says why not
         found["compile"] = torch.compile(workload.functions["eager"], dynamic=False)
         if workload.inputs[0][0].device.type == "cpu" and not shutil.which("g++"):
@@ -106,7 +107,7 @@ def precompile(cases: list[Case], device: str, baselines: tuple[str, ...]):
 
 
 def _compile_case(case: Case, device: str, baselines: tuple[str, ...]) -> None:
-    torch._inductor.config.compile_threads = 1  # the processes are the parallelism
+    compile_on_one_thread()  # the processes are the parallelism
     family = FAMILIES[case.family]
     workload = family.build(case, device, 1)
     compiled = functions(workload, tuple(name for name in COMPILED if name in baselines))

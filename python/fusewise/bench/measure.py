@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from .._torch_private import sleep_on_gpu
+
 # Decides nothing but how much a single stray event weighs in one sample.
 _GRAPH_CALLS = 20
 _SAMPLE_SECONDS = 0.01
@@ -56,7 +58,7 @@ class GraphTimer:
     def __call__(self) -> float:
         """One sample, in µs a call."""
         if self._sleep_cycles:
-            torch.cuda._sleep(self._sleep_cycles)
+            sleep_on_gpu(self._sleep_cycles)
         self._start.record()
         self._graph.replay()
         self._end.record()

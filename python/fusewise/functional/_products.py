@@ -5,26 +5,27 @@ import contextlib
 import torch
 from torch import Tensor
 
+from .._torch_private import (
+    allows_bf16_reduced_sums,
+    allows_fp16_reduced_sums,
+    constant_when_compiled,
+    fp32_precision,
+)
+
 _HALF = (torch.float16, torch.bfloat16)
 _NOTHING = contextlib.nullcontext()
 
 
+@constant_when_compiled
 def _torch_settings(dtype: torch.dtype) -> tuple[bool, bool, bool]:
-    # The functions behind torch.backends.cuda.matmul, whose properties cost several times as much.
-    # The older of torch's two switches for TF32 cannot even be read once the newer was set; this
-    # tells what both say.
     tf32, reduced_sums = False, True
     if dtype == torch.float32:
-        tf32 = torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+        tf32 = fp32_precision("cuda", "matmul") == "tf32"
     elif dtype == torch.float16:
-        reduced_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()[0]
+        reduced_sums = allows_fp16_reduced_sums()[0]
     elif dtype == torch.bfloat16:
-        reduced_sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()[0]
+        reduced_sums = allows_bf16_reduced_sums()[0]
     return tf32, reduced_sums, not torch.are_deterministic_algorithms_enabled()
-
-
-# What torch.compiler.assume_constant_result does, without importing the whole compiler for it.
-_torch_settings._dynamo_marked_constant = True
 
 
 def product_math(x: Tensor) -> tuple[bool, bool, bool]:

@@ -1,21 +1,23 @@
 """When only torch's own operators give the right answer, and what they need."""
 
 import torch
-from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from .. import _ops
 from .._settings import TORCH, settings
-
-transforms_active = torch._C._are_functorch_transforms_active
-_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd.grad(is_grads_batched=True)
+from .._torch_private import (
+    are_transforms_active,
+    is_batched_gradient,
+    is_forward_ad_active,
+    jit_tracing_state,
+)
 
 SEEN_THROUGH = "torch.func transforms and forward-mode AD see through torch's own operators only"
 
 
 def needs_formula() -> bool:
     """Whether torch.func or forward-mode AD is at work: they see through torch's operators only."""
-    return transforms_active() or forward_ad._current_level >= 0
+    return are_transforms_active() or is_forward_ad_active()
 
 
 def is_symbolic(x) -> bool:
@@ -25,7 +27,7 @@ def is_symbolic(x) -> bool:
 
 def is_jit_tracing() -> bool:
     """Whether torch.jit.trace runs: it warns of every look at a size."""
-    return torch._C._get_tracing_state() is not None
+    return jit_tracing_state() is not None
 
 
 def refuse_exporters(operator: str, x) -> None:
@@ -75,7 +77,7 @@ def needs_graph(gradient: torch.Tensor | None = None) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    batched = gradient is not None and _is_batched(gradient)
+    batched = gradient is not None and is_batched_gradient(gradient)
     return torch.is_grad_enabled() or needs_formula() or batched
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from .. import _ops
 from .._explain import record, record_torch
 from .._settings import TORCH, settings
+from .._torch_private import is_any_autocast_enabled
 from ..functional._products import autocast_dtype, product_math, without_autocast
 from ..functional._transforms import (
     SEEN_THROUGH,
@@ -27,7 +28,7 @@ def autoencoder(x, *weights, output="reconstruction"):
     if forced != TORCH:
         refuse_exporters("autoencoder", x)
     try:
-        if torch._C._is_any_autocast_enabled():
+        if is_any_autocast_enabled():
             x, weights = _autocast(x, weights)
         wants_gradient = torch.is_grad_enabled() and (
             x.requires_grad or any(weight.requires_grad for weight in weights)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from .._torch_private import tree_leaves
 from .._usage import UsageError
 from ..bench.families.family import DTYPES
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_leaves
 
+from .._torch_private import tree_leaves
 from .kinds import LAYOUT, kind_of
 
 _MARK = "module: "

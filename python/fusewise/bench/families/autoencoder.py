@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusewise._torch_private import keep_address_when_compiled
 from fusewise.models._autoencoder import autoencoder
 
 from ..accuracy import Expected, largest, scale
@@ -174,7 +175,7 @@ def _more_baselines(case: Case, workload: Workload, device: str) -> dict[str, Ca
         found[REDUCE_OVERHEAD] = "GPU only"
     else:
         for weight in workload.weights:  # as a module's parameters: not copied for every call
-            torch._dynamo.mark_static_address(weight)
+            keep_address_when_compiled(weight)
         found[REDUCE_OVERHEAD] = torch.compile(
             workload.functions["eager"], mode="reduce-overhead", dynamic=False
         )
