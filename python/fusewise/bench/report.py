@@ -385,7 +385,7 @@ def _bars(results: dict) -> list[Bars]:
 
 
 def _more_tables(results: dict, family: str) -> list[Table]:
-    """Other baselines, kernels and memory; intervals; floors; how near is right."""
+    """What is for those who want to know more."""
     rows = [row for row in results["rows"] if row["family"] == family]
     others = _family_table(results, family, _other_columns(results))
     found = [replace(others, title="Other baselines, kernels and memory at the peak")]
@@ -397,36 +397,33 @@ def _more_tables(results: dict, family: str) -> list[Table]:
     ]
     header = ["case", "direction", "clock", "against", "times faster", "95 % interval"]
     found.append(Table("Ratios with the intervals that decide", header, intervals, 4))
+    ran = [
+        [*names(row), " × ".join(map(str, row["shape"])), row["dtype"], row["layout"], _chosen(row)]
+        for row in rows
+    ]
+    header = ["case", "direction", "shape", "dtype", "layout", "implementation"]
+    found.append(Table("What ran", header, ran, 6))
     floors = [
         [
             *names(row),
-            " × ".join(map(str, row["shape"])),
-            row["dtype"],
-            row["layout"],
-            _chosen(row),
             row["floor"].get("bound", "-"),
+            row["check"]["tensor"] if "check" in row else row["failed"],
             f"{row['floor']['bytes'] / 1e6:.3g}",
             f"{row['floor']['operations'] / 1e6:.3g}",
             us_text(row["floor"]["us"]),
+            *(
+                f"{row['check'][key]:.2g}" if "check" in row else "-"
+                for key in ("error", "allowed")
+            ),
         ]
         for row in rows
     ]
-    header = ["case", "direction", "shape", "dtype", "layout", "implementation", "bound by"]
-    header += ["MB", "million operations", "floor µs"]
-    found.append(Table("What ran, and its floor", header, floors, 7))
-    checks = [[*names(row), *_check_cells(row)] for row in rows]
-    header = ["case", "direction", "nearest to its bound", "error", "allowed"]
-    found.append(Table("Correctness", header, checks, 3))
+    header = ["case", "direction", "bound by", "nearest to its bound", "MB", "million operations"]
+    header += ["floor µs", "error", "allowed"]
+    found.append(Table("Floors and correctness", header, floors, 4))
     return [table for table in found if table.rows and len(table.header) > 2]
 
 
 def _chosen(row: dict) -> str:
     chosen = (choice["chosen"] for choice in row.get("implementation", {}).values())
     return " / ".join(dict.fromkeys(chosen)) or "-"
-
-
-def _check_cells(row: dict) -> list[str]:
-    if "check" not in row:
-        return [row["failed"], "-", "-"]
-    check = row["check"]
-    return [check["tensor"], f"{check['error']:.2g}", f"{check['allowed']:.2g}"]
