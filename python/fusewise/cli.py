@@ -243,4 +243,6 @@ def _make_writable(folder: Path) -> None:
 
 
 def _say_written(paths: list[Path]) -> None:
-    print("written:", ", ".join(map(str, paths)))
+    from .report import show
+
+    show(f"written to {paths[0].parent}: {', '.join(path.name for path in paths)}")

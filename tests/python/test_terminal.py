@@ -1,17 +1,20 @@
 """Tables on terminals of any width: no line too wide, words and figures whole."""
 
+import functools
 import re
 
 import pytest
 
-from fusewise.bench import compare, report
-from fusewise.report import Table, show, terminal
+from fusewise.bench import compare, progress, report
+from fusewise.report import Table, show
+from fusewise.report.terminal import lines
 from results import gpu_results
 from test_report import with_rival
 
 WIDTHS = (60, 80, 100, 120, 200)
 
 
+@functools.cache
 def long_results():
     """Names as long as the longest that we have, and losses."""
     results = with_rival(gpu_results(), "addmm_activation", 1.5)
@@ -23,19 +26,21 @@ def long_results():
     return results
 
 
-def shown(part, width):
-    return terminal.lines(part, width)
+@functools.cache
+def compared():
+    found = compare.compare(long_results(), long_results())
+    return [*compare.lines(found), *compare.tables(found)]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_is_too_wide_and_no_word_is_broken(width):
     results = long_results()
     for part in report.terminal(results):
-        lines = shown(part, width)
-        assert max(map(len, lines)) <= width
+        found = lines(part, width)
+        assert max(map(len, found)) <= width
         if isinstance(part, Table):
-            ruler = next(i for i, line in enumerate(lines) if line.startswith("─"))
-            below = lines[ruler + 1 :]
+            ruler = next(i for i, line in enumerate(found) if line.startswith("─"))
+            below = found[ruler + 1 :]
             whole = {word for row in part.rows for cell in row for word in cell.split()}
             words = {word for line in below for word in line.split()}
             assert all(word in whole or "…" in word for word in words)
@@ -44,15 +49,14 @@ def test_no_line_is_too_wide_and_no_word_is_broken(width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_comparisons_fit_too(width):
-    found = compare.compare(long_results(), long_results())
-    for part in [*compare.lines(found), *compare.tables(found)]:
-        assert max(map(len, shown(part, width))) <= width
+    for part in compared():
+        assert max(map(len, lines(part, width))) <= width
 
 
 def headings(width):
     table = report.family_table(long_results(), "squeeze_excite")
-    lines = shown(table, width)
-    return re.split(r"\s{2,}", next(line for line in lines if line.startswith("case")))
+    found = lines(table, width)
+    return re.split(r"\s{2,}", next(line for line in found if line.startswith("case")))
 
 
 def test_what_is_shown_at_80_columns_and_more_where_there_is_room():
@@ -64,7 +68,7 @@ def test_what_is_shown_at_80_columns_and_more_where_there_is_room():
 
 
 def test_the_headline_then_the_losses_then_the_families():
-    text = "\n".join(line for part in report.terminal(long_results()) for line in shown(part, 80))
+    text = "\n".join(line for part in report.terminal(long_results()) for line in lines(part, 80))
     places = [
         text.index(said) for said in ("12 rows on", "Losses:", "squeeze_excite:", "Ratios say")
     ]
@@ -73,12 +77,12 @@ def test_the_headline_then_the_losses_then_the_families():
 
 def test_names_lose_their_middle_and_figures_nothing():
     table = Table("", ["case", "µs"], [["a-very-long-name-of-a-case-in-bf16", "1234567.8"]])
-    assert shown(table, 26)[-1] == "a-very-…in-bf16  1234567.8"
+    assert lines(table, 26)[-1] == "a-very-…in-bf16  1234567.8"
 
 
 def test_sentences_break_between_words():
     table = Table("", ["try", "because", "x"], [["this", "it is said to be quite fast", "1"]], 2)
-    assert shown(table, 26)[-2:] == ["this  it is said to be   1", "      quite fast"]
+    assert lines(table, 26)[-2:] == ["this  it is said to be   1", "      quite fast"]
 
 
 def test_colours_only_on_a_terminal_that_wants_them(monkeypatch, capsys):
@@ -93,3 +97,19 @@ def test_colours_only_on_a_terminal_that_wants_them(monkeypatch, capsys):
     monkeypatch.setenv("NO_COLOR", "1")
     show(table)
     assert "\033" not in capsys.readouterr().out
+
+
+def test_lines_are_red_or_plain():
+    legend = report.terminal(long_results())[-1]
+    assert lines(legend, 80, colour=True) == lines(legend, 80)
+    assert lines("INTERRUPTED", 80, colour=True) == ["\033[1;31mINTERRUPTED\033[0m"]
+
+
+def test_a_long_name_leaves_the_bar_whole(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    bar = progress.Bar()
+    bar.start("measuring", 20)
+    bar.now("a name that does not fit in what is left of a line of eighty columns, by far")
+    bar.stop()
+    said = capsys.readouterr().out
+    assert "0/20" in said and "a name that" in said and "…" in said

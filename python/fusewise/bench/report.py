@@ -18,13 +18,13 @@ from .verdict import CLOCKS
 
 LEGEND = (
     "Ratios say how many times faster ours is: the baseline's time over ours. *same*: the 95 % "
-    "interval of the ratio holds 1. *SLOWER*: all of it is below 1. *of floor*: the share of our "
-    "time that the bytes which must move, or the operations, need at the rates measured here. "
-    "*±*: half the distance between the quartiles. *host µs*: wall time less GPU time, and its "
-    "share of the wall time; *empty µs*: the wall time of an empty operator with as many tensors; "
-    "*graph*: more than half of the wall time is that, so only a CUDA graph would help. Yardsticks "
-    "count in no verdict: *products*, the GEMMs alone, *layers*, the same layers one by one, and "
-    "*graphed*, ours as one CUDA graph."
+    "interval of the ratio holds 1. *slower*, in capitals: all of it is below 1. *of floor*: the "
+    "share of our time that the bytes which must move, or the operations, need at the rates "
+    "measured here. *±*: half the distance between the quartiles. *host µs*: wall time less GPU "
+    "time, and its share of the wall time; *empty µs*: the wall time of an empty operator with as "
+    "many tensors; *graph*: more than half of the wall time is that, so only a CUDA graph would "
+    "help. Yardsticks count in no verdict: *products*, the GEMMs alone, *layers*, the same layers "
+    "one by one, and *graphed*, ours as one CUDA graph."
 )
 # A column of a family's table: its heading, and what a row has there.
 _Column = tuple[str, Callable[[dict], str]]
@@ -125,8 +125,8 @@ def remarks(results: dict) -> list[str]:
         lines.append("INTERRUPTED: what was done until then")
     if count := sum(map(verdict.only_a_graph_helps, results["rows"])):
         lines.append(
-            f"In {count} rows an empty operator takes more than half of the wall time: only a CUDA "
-            "graph would help there."
+            f"In {count} of {len(results['rows'])} rows an empty operator takes more than half of "
+            "the wall time: only a CUDA graph would help there."
         )
     return lines
 

@@ -29,8 +29,8 @@ def show(*parts: Table | str) -> None:
 def lines(part: Table | str, width: int, colour: bool = False) -> list[str]:
     """None is wider than `width`, and words stay whole where they fit at all."""
     if isinstance(part, str):
-        found = textwrap.wrap(part, width) or [""]
-        return [_painted(line, tone(part), colour) for line in found]
+        found = textwrap.wrap(part, width, break_on_hyphens=False) or [""]
+        return [_painted(line, "bad" if tone(part) == "bad" else "", colour) for line in found]
     found = ["", *(_painted(line, "title", colour) for line in textwrap.wrap(part.title, width))]
     shown = _that_fit(part, width)
     widths = _widths(shown, width)
