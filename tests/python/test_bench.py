@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusewise
 from fusewise import bench, cli
-from fusewise.bench import accuracy, progress, report, runner, schema
+from fusewise.bench import accuracy, progress, report, runner, schema, tables
 from fusewise.bench.baselines import caller
 from fusewise.bench.cases import read, recast, select
 from fusewise.bench.families import FAMILIES, autoencoder, squeeze_excite
@@ -192,7 +192,7 @@ def test_a_baseline_may_have_wall_time_alone(tmp_path):
     results["sums"] = list(runner.sums(results["rows"], cases))
     assert GRAPHED not in results["sums"][0]["against"]
     assert not schema.problem(results)
-    table = report.family_table(results, "squeeze_excite")
+    table = tables.family_table(results, "squeeze_excite")
     assert table.rows[-1][table.header.index("wall vs graphed")] == "0.25x"
     assert "vs graphed" not in table.header
     assert "against graphed in wall time 0.25x" in report.one_line(results["rows"][0])
@@ -367,7 +367,7 @@ def test_a_report_shows_losses_sums_kernels_and_memory(tmp_path):
     )
     assert "| b4-48x190 | forward | GPU, eager | 0.50x SLOWER | 0.500 to 0.500 |" in text
     assert "| squeeze_excite | forward | cluster | the planes are small | 12 |" in text
-    table = report.family_table(results, "squeeze_excite")
+    table = tables.family_table(results, "squeeze_excite")
     found = dict(zip(table.header, table.rows[-1], strict=True))
     assert (found["kernels"], found["eager's"]) == ("2", "2")
     assert (found["peak MB"], found["eager's MB"]) == ("1", "1")

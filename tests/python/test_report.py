@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from fusewise.bench import plots, report, runner, verdict
+from fusewise.bench import plots, report, runner, tables, verdict
 from fusewise.bench.baselines import all_baselines
 from fusewise.bench.statistics import summary
 from results import contender, gpu_results
@@ -51,7 +51,7 @@ def test_same_is_what_the_interval_says():
     row["against"]["eager"] = runner.ratios(row, "eager")
     score = verdict.scores(results)[0]
     assert (score.faster, score.same, score.slower) == (0, 1, 11)
-    assert "1.05x same" in cells(report.family_table(results, "squeeze_excite"), "vs eager")
+    assert "1.05x same" in cells(tables.family_table(results, "squeeze_excite"), "vs eager")
 
 
 @pytest.mark.parametrize("name", ["products", "layers", "graphed", "fused products"])
@@ -62,7 +62,7 @@ def test_yardsticks_are_in_no_verdict(name):
     assert verdict.scores(results) == said
     assert verdict.losses(results) == []
     assert report.losses(results) == "No losses: no rival is faster in any row."
-    assert set(cells(report.family_table(results, "squeeze_excite"), f"vs {name}")) == {
+    assert set(cells(tables.family_table(results, "squeeze_excite"), f"vs {name}")) == {
         "-",
         "0.50x",
     }
@@ -86,18 +86,18 @@ def test_a_loss_of_less_than_a_hundredth_shows_its_figure():
 
 def test_sums_stand_in_the_table_of_their_family():
     results = two_families()
-    assert report.family_table(results, "squeeze_excite").rows[0][0] == "efficientnet-b4, sum of 32"
-    assert len(report.family_table(results, "linear_act").rows) == 4
+    assert tables.family_table(results, "squeeze_excite").rows[0][0] == "efficientnet-b4, sum of 32"
+    assert len(tables.family_table(results, "linear_act").rows) == 4
 
 
 def test_host_overhead_and_where_only_a_graph_helps():
     """The wall time of ours is 20 µs in every row."""
     results = gpu_results()
-    assert "host µs" not in report.family_table(results, "squeeze_excite").header
+    assert "host µs" not in tables.family_table(results, "squeeze_excite").header
     results["rows"][0]["host"] = {"overhead_us": 18.0, "empty_us": 12.5}
     results["rows"][1]["host"] = {"overhead_us": 18.0, "empty_us": 9.5}
     results["rows"][2]["host"] = None
-    table = report.family_table(results, "squeeze_excite")
+    table = tables.family_table(results, "squeeze_excite")
     assert cells(table, "host µs")[:4] == ["-", "18 (90%)", "18 (90%)", "-"]
     assert cells(table, "empty µs")[:4] == ["-", "12.5 graph", "9.5", "-"]
     assert any("In 1 of 12 rows an empty operator" in line for line in report.remarks(results))
@@ -109,7 +109,7 @@ def test_a_row_that_failed_is_said():
         del results["rows"][0][key]
     results["rows"][0]["failed"] = "WRONG: y: off by 1"
     assert "NOT MEASURED: b4-48x190 forward: WRONG: y: off by 1" in report.remarks(results)
-    assert cells(report.family_table(results, "squeeze_excite"), "GPU µs")[1] == "FAILED"
+    assert cells(tables.family_table(results, "squeeze_excite"), "GPU µs")[1] == "FAILED"
     assert "FAILED" in report.markdown(results)
 
 
@@ -123,7 +123,7 @@ def test_no_empty_columns():
                 del times[key]
         row["contenders"]["graphed"] = {"unavailable": "GPU only"}
         row["against"] = {"eager": runner.ratios(row, "eager")}
-    table = report.family_table(results, "squeeze_excite")
+    table = tables.family_table(results, "squeeze_excite")
     assert table.header == ["case", "direction", "wall µs", "vs eager", "of floor", "±"]
     assert "| case | direction | wall µs | vs eager | of floor | ± |" in report.markdown(results)
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from fusewise.bench import compare, progress, report
+from fusewise.bench import compare, progress, report, tables
 from fusewise.report import Table, show
 from fusewise.report.terminal import lines
 from results import gpu_results
@@ -54,7 +54,7 @@ def test_comparisons_fit_too(width):
 
 
 def headings(width):
-    table = report.family_table(long_results(), "squeeze_excite")
+    table = tables.family_table(long_results(), "squeeze_excite")
     found = lines(table, width)
     return re.split(r"\s{2,}", next(line for line in found if line.startswith("case")))
 

@@ -3,8 +3,8 @@
 from ..report import Table
 from .baselines import OURS
 from .environment import busy_machine
-from .report import names, us_text
 from .statistics import Ratio, ratio_of_sums
+from .tables import names, us_text
 from .verdict import CLOCKS
 
 # Two runs of the same code on a quiet machine differ by so much in their medians now and then.

@@ -8,7 +8,7 @@ from matplotlib import pyplot  # noqa: E402 - after the choice of what draws
 from ..report import Plot  # noqa: E402
 from . import verdict  # noqa: E402
 from .baselines import OURS  # noqa: E402
-from .report import names  # noqa: E402
+from .tables import names  # noqa: E402
 from .verdict import CLOCKS  # noqa: E402
 
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)

@@ -3,8 +3,6 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from .. import report
@@ -13,7 +11,17 @@ from . import verdict
 from .baselines import OURS
 from .environment import busy_machine
 from .families import FAMILIES
-from .families.family import BOTH
+from .tables import (
+    family_table,
+    interval_text,
+    main_table,
+    median,
+    more_tables,
+    names,
+    ratio_text,
+    times_text,
+    us_text,
+)
 from .verdict import CLOCKS
 
 LEGEND = (
@@ -26,8 +34,6 @@ LEGEND = (
     "help. Yardsticks count in no verdict: *products*, the GEMMs alone, *layers*, the same layers "
     "one by one, and *graphed*, ours as one CUDA graph."
 )
-# A column of a family's table: its heading, and what a row has there.
-_Column = tuple[str, Callable[[dict], str]]
 
 
 def write(results: dict, folder: Path) -> list[Path]:
@@ -90,11 +96,11 @@ def one_line(row: dict) -> str:
     if "failed" in row:
         return f"{name}: {row['failed']}"
     clock = next(clock for clock in CLOCKS if clock in row["contenders"][OURS])
-    parts = [f"{name}: {us_text(_median(row, clock))} µs"]
+    parts = [f"{name}: {us_text(median(row, clock))} µs"]
     for baseline, clocks in row["against"].items():
         known = clock if clock in clocks else "wall"
         said = "" if known == clock else " in wall time"
-        parts.append(f"against {baseline}{said} {_ratio(row, baseline, known)}")
+        parts.append(f"against {baseline}{said} {ratio_text(row, baseline, known)}")
     return ", ".join(parts)
 
 
@@ -107,7 +113,7 @@ def headline(results: dict) -> Table:
         [
             f"{CLOCKS[score.clock]} vs {score.rival}",
             *map(str, (score.faster, score.same, score.slower)),
-            _times(score.mean),
+            times_text(score.mean),
         ]
         for score in verdict.scores(results)
     ]
@@ -139,8 +145,8 @@ def losses(results: dict) -> Table | str:
         [
             *names(loss.row),
             f"{CLOCKS[loss.clock].removesuffix(' time')}, {loss.rival}",
-            _ratio(loss.row, loss.rival, loss.clock),
-            _interval(loss.ratio),
+            ratio_text(loss.row, loss.rival, loss.clock),
+            interval_text(loss.ratio),
         ]
         for loss in found
     ]
@@ -179,143 +185,6 @@ def _machine(results: dict) -> str:
     return results["environment"].get("gpu", results["environment"]["cpu"])
 
 
-# --- a family's rows -----------------------------------------------------------------------------
-
-
-def family_table(results: dict, family: str) -> Table:
-    """Every column that has a figure: first what matters, then the rest."""
-    return _family_table(results, family, _main_columns(results) + _other_columns(results))
-
-
-def _family_table(results: dict, family: str, columns: list[_Column]) -> Table:
-    rows = verdict.family_rows(results, family)
-    cells = [[*names(row), *(cell(row) for _, cell in columns)] for row in rows]
-    header = ["case", "direction", *(heading for heading, _ in columns)]
-    means = [
-        f"{_times(score.mean)} {score.rival}"
-        for score in verdict.scores(results, family)
-        if score.clock == verdict.main_clock(results)
-    ]
-    title = f"{family}: times faster, {', '.join(means)}" if means else family
-    return Table(title, header, cells, text_columns=2, keep=4).without_empty_columns()
-
-
-def _main_columns(results: dict) -> list[_Column]:
-    main = verdict.main_clock(results)
-    found = []
-    for clock in [main, *(clock for clock in CLOCKS if clock != main)]:
-        said = "" if clock == main else "wall "
-        found.append((f"{'GPU' if clock == 'gpu' else clock} µs", _time_cell(clock)))
-        found += [
-            (f"{said}vs {name}", _ratio_cell(name, clock))
-            for name in verdict.headline_rivals(results)
-        ]
-        if clock == main:
-            found.append(("of floor", lambda row: _share(row, main)))
-    return [*found, ("host µs", _host), ("empty µs", _empty)]
-
-
-def _other_columns(results: dict) -> list[_Column]:
-    """Of CUDA graphs, which have no GPU time, the wall time."""
-    main = verdict.main_clock(results)
-    known = verdict.headline_rivals(results)
-    found = []
-    for name in (name for name in results["baselines"] if name not in known):
-        by_main = any(main in row.get("against", {}).get(name, {}) for row in results["rows"])
-        heading = f"vs {name}" if by_main else f"wall vs {name}"
-        found.append((heading, _ratio_cell(name, main if by_main else "wall")))
-    return [
-        ("±", lambda row: _spread(row, main)),
-        *found,
-        ("kernels", _contender_cell(OURS, "kernels", "{:.0f}", 1)),
-        ("eager's", _contender_cell("eager", "kernels", "{:.0f}", 1)),
-        ("peak MB", _contender_cell(OURS, "peak_bytes", "{:.3g}", 1e6)),
-        ("eager's MB", _contender_cell("eager", "peak_bytes", "{:.3g}", 1e6)),
-    ]
-
-
-def names(row: dict) -> tuple[str, str]:
-    name = f"{row['group']}, sum of {row['count']}" if "cases" in row else row["case"]
-    return name, "fwd+bwd" if row["mode"] == BOTH else row["mode"]
-
-
-def _time_cell(clock: str):
-    def cell(row: dict) -> str:
-        if "failed" in row:
-            return "FAILED"
-        return us_text(_median(row, clock)) if clock in row["contenders"][OURS] else "-"
-
-    return cell
-
-
-def _ratio_cell(name: str, clock: str):
-    return lambda row: _ratio(row, name, clock)
-
-
-def _ratio(row: dict, name: str, clock: str) -> str:
-    found = row.get("against", {}).get(name, {}).get(clock)
-    if not found:
-        return "-"
-    said = _times(found["ratio"])
-    if verdict.is_yardstick(name):
-        return said
-    if said == "1.00x" and found["verdict"] != "same":  # a verdict needs a figure that shows it
-        said = f"{found['ratio']:.3f}x"
-    return said + {"same": " same", "slower": " SLOWER"}.get(found["verdict"], "")
-
-
-def _contender_cell(who: str, key: str, form: str, unit: float):
-    def cell(row: dict) -> str:
-        value = row.get("contenders", {}).get(who, {}).get(key)
-        return "-" if value is None else form.format(value / unit)
-
-    return cell
-
-
-def _share(row: dict, clock: str) -> str:
-    if "failed" in row or clock not in row["contenders"][OURS]:
-        return "-"
-    return f"{row['floor']['us'] / _median(row, clock):.0%}"
-
-
-def _spread(row: dict, clock: str) -> str:
-    times = row.get("contenders", {}).get(OURS, {}).get(clock, {})
-    if "quartiles" not in times:
-        return "-"
-    low, high = times["quartiles"]
-    return f"{(high - low) / 2 / times['median']:.1%}"
-
-
-def _host(row: dict) -> str:
-    if not (host := row.get("host")):
-        return "-"
-    share = host["overhead_us"] / _median(row, "wall")
-    return f"{us_text(host['overhead_us'])} ({share:.0%})"
-
-
-def _empty(row: dict) -> str:
-    if not (host := row.get("host")):
-        return "-"
-    return us_text(host["empty_us"]) + (" graph" if verdict.only_a_graph_helps(row) else "")
-
-
-def _median(row: dict, clock: str) -> float:
-    return row["contenders"][OURS][clock]["median"]
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x"
-
-
-def _interval(ratio: dict) -> str:
-    low, high = ratio["interval"]
-    return f"{low:.3f} to {high:.3f}"
-
-
-def us_text(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
-
-
 # --- the page ------------------------------------------------------------------------------------
 
 
@@ -335,8 +204,8 @@ def _write_page(
         else Section("", tables=[lost], box="bad"),
     ]
     for family in verdict.families(results):
-        table = _family_table(results, family, _main_columns(results))
-        more = _more_tables(results, family)
+        table = main_table(results, family)
+        more = more_tables(results, family)
         sections += [
             Section(family, tables=[table], plots=ratios[family]),
             Section(f"More on {family}", tables=more, plots=sizes[family], folded=True),
@@ -382,48 +251,3 @@ def _bars(results: dict) -> list[Bars]:
                 Bars(f"Times faster by family, {title}; the line is 1, the same speed", groups)
             )
     return found
-
-
-def _more_tables(results: dict, family: str) -> list[Table]:
-    """What is for those who want to know more."""
-    rows = [row for row in results["rows"] if row["family"] == family]
-    others = _family_table(results, family, _other_columns(results))
-    found = [replace(others, title="Other baselines, kernels and memory at the peak")]
-    intervals = [
-        [*names(row), CLOCKS[clock], name, _times(ratio["ratio"]), _interval(ratio)]
-        for row in verdict.family_rows(results, family)
-        for name, clocks in row.get("against", {}).items()
-        for clock, ratio in clocks.items()
-    ]
-    header = ["case", "direction", "clock", "against", "times faster", "95 % interval"]
-    found.append(Table("Ratios with the intervals that decide", header, intervals, 4))
-    ran = [
-        [*names(row), " × ".join(map(str, row["shape"])), row["dtype"], row["layout"], _chosen(row)]
-        for row in rows
-    ]
-    header = ["case", "direction", "shape", "dtype", "layout", "implementation"]
-    found.append(Table("What ran", header, ran, 6))
-    floors = [
-        [
-            *names(row),
-            row["floor"].get("bound", "-"),
-            row["check"]["tensor"] if "check" in row else row["failed"],
-            f"{row['floor']['bytes'] / 1e6:.3g}",
-            f"{row['floor']['operations'] / 1e6:.3g}",
-            us_text(row["floor"]["us"]),
-            *(
-                f"{row['check'][key]:.2g}" if "check" in row else "-"
-                for key in ("error", "allowed")
-            ),
-        ]
-        for row in rows
-    ]
-    header = ["case", "direction", "bound by", "nearest to its bound", "MB", "million operations"]
-    header += ["floor µs", "error", "allowed"]
-    found.append(Table("Floors and correctness", header, floors, 4))
-    return [table for table in found if table.rows and len(table.header) > 2]
-
-
-def _chosen(row: dict) -> str:
-    chosen = (choice["chosen"] for choice in row.get("implementation", {}).values())
-    return " / ".join(dict.fromkeys(chosen)) or "-"
