@@ -13,6 +13,7 @@ import dataclasses
 import os
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -259,6 +260,13 @@ def main(arguments=None):
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU was found")
     avoid_broken_amx()
+    # Algorithms are measured anew, and the user's own file of them is left alone.
+    with tempfile.TemporaryDirectory(prefix="fusewise-fuzz-") as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        return run(options)
+
+
+def run(options):
     seed = random.SystemRandom().randrange(10**9) if options.seed is None else options.seed
     numbers = range(options.calls) if options.call is None else [options.call]
     failed = 0
