@@ -9,9 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = 12  # of the tests in tests/python, side by side
-GPU_SHARES = (
-    2  # of those in tests/gpu: one of them may take 45 GiB, and skips where that is not free
-)
+GPU_SHARES = 4  # of those in tests/gpu
+LARGE = "2_to_the_31"  # tests of that name take 45 GiB each, so they run one after the other
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 REST = "rest"  # tests that belong to no family
 
@@ -128,13 +127,13 @@ def pytest_jobs(paths: list[Path], out: Path, shares: int) -> list[Job]:
     threads = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "--device=cuda"]
     command += [path.relative_to(ROOT) for path in paths]
+    chosen = {f"share-{i}": [f"--share={i}/{shares}"] for i in range(shares)}
+    if any(LARGE in path.read_text() for path in paths):
+        chosen = {step: [*options, "-k", f"not {LARGE}"] for step, options in chosen.items()}
+        chosen["large"] = ["-k", LARGE]
     return [
-        Job(
-            f"share-{i}",
-            [*command, f"--share={i}/{shares}", f"--junitxml={out / f'share-{i}.xml'}"],
-            threads,
-        )
-        for i in range(shares)
+        Job(step, [*command, *options, f"--junitxml={out / f'{step}.xml'}"], threads)
+        for step, options in chosen.items()
     ]
 
 

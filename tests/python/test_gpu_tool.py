@@ -54,6 +54,14 @@ def test_jobs_have_names_of_their_own():
         assert steps or part.name == "build"
 
 
+@pytest.mark.parametrize("family", ["squeeze_excite", "linear"])
+def test_tests_that_need_most_of_the_memory_run_one_after_the_other(family):
+    jobs = gpu_parts.all_parts()[f"gpu-{family}"].jobs(ROOT / "out", "")
+    named = {job.step: job.command[job.command.index("-k") + 1] for job in jobs}
+    assert named.pop("large") == gpu_parts.LARGE
+    assert len(named) > 1 and set(named.values()) == {f"not {gpu_parts.LARGE}"}
+
+
 def test_only_racecheck_leaves_out_the_vendors_kernels():
     for job in gpu_parts.all_parts()["sanitize-linear"].jobs(ROOT / "out", ""):
         command = " ".join(map(str, job.command))
