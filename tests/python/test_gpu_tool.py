@@ -276,6 +276,16 @@ def test_a_failed_test_is_named_with_its_message(machine, capsys):
     assert gpu.main(["two"]) == 1  # what failed runs again
 
 
+def test_a_part_whose_tests_are_all_skipped_has_not_passed(machine):
+    add, _ = machine
+    case = '<testcase name="a"><skipped message="needs a GPU"/></testcase>'
+    add("one", shell("share", f"echo '<testsuite>{case}</testsuite>' > {gpu.OUT}/one/share.xml"))
+    add("two", shell("share", f"echo '<testsuite/>' > {gpu.OUT}/two/share.xml; exit 5"))
+    assert gpu.main(["one", "two"]) == 1
+    for name in ("one", "two"):
+        assert record(name)["failures"][0]["message"].startswith("no test ran: 0 passed")
+
+
 def test_a_part_ends_in_time(machine, monkeypatch):
     add, _ = machine
     monkeypatch.setattr(gpu, "SECONDS", 0.5)
@@ -309,6 +319,18 @@ def test_all_parts_and_the_summary(machine, capsys):
     source.write_text("second")
     assert gpu.main(["--summary"]) == 1
     assert "- older than the code: build, one, two" in capsys.readouterr().out
+
+
+def test_durations_are_known_from_a_summary_that_is_kept(machine, tmp_path, monkeypatch, capsys):
+    add, _ = machine
+    add("one", shell("a", "true"))
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    for date, seconds in (("2026-01-01", 20.0), ("2026-01-02", 30.0)):
+        folder = tmp_path / "docs" / "results" / date
+        folder.mkdir(parents=True)
+        (folder / "parts.json").write_text(json.dumps({"one": {"seconds": seconds}}))
+    assert gpu.main(["--list"]) == 0
+    assert re.search(r"^one +30 s$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_filtered_benchmark_is_none_of_everything(machine):
