@@ -80,6 +80,13 @@ def draw_leading(rng):
     return [batch(rng, 200)] if rng.random() < 0.6 else [size(rng, 6), batch(rng, 20)]
 
 
+def draw_rows(rng, rank):
+    """Layouts of x and dy. Never both with equal rows: a sum over them is one term many times, and
+    which way that rounds, in the vendor's product too, is a matter of luck."""
+    x, dy = (Relay.drawn(rng, rank) for _ in range(2))
+    return x, dataclasses.replace(dy, expanded=()) if x.expanded else dy
+
+
 def draw_linear_act(rng, device):
     case = linear_reference.make_case(
         draw_leading(rng),
@@ -90,7 +97,8 @@ def draw_linear_act(rng, device):
         activation=rng.choice(sorted(linear_reference.ACTIVATIONS)),
         bias=rng.random() < 0.7,
     )
-    case.x, case.w, case.dy = (relaid(rng, t) for t in (case.x, case.w, case.dy))
+    x_layout, dy_layout = draw_rows(rng, case.x.dim())
+    case.x, case.dy, case.w = x_layout(case.x), dy_layout(case.dy), relaid(rng, case.w)
     return [case]
 
 
@@ -106,7 +114,7 @@ def draw_mlp(rng, device):
     # A float64 reference is no better than a float64 call, and in deep stacks its own errors show.
     layers = rng.randint(1, 2 if dtypes[0] == torch.float64 else 4)
     sizes = [size(rng, 100) for _ in range(layers + 1)]
-    x_layout, dy_layout = (Relay.drawn(rng, len(leading) + 1) for _ in range(2))
+    x_layout, dy_layout = draw_rows(rng, len(leading) + 1)
     w_layouts = [Relay.drawn(rng, 2) for _ in sizes[1:]]
     cases = []
     for _ in range(DRAWS):

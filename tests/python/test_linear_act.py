@@ -81,17 +81,12 @@ def test_accuracy_by_layout_of_the_gradient(device, activation, layout):
         case.check_every_implementation()
 
 
-@pytest.mark.parametrize("activation", ("identity", "gelu"))
-@pytest.mark.parametrize("dtypes", ("fp32", "fp64"))
-def test_bias_gradients_of_rows_that_are_all_alike(device, dtypes, activation):
+def test_bias_gradients_of_rows_that_are_all_alike(device):
     """As of the gradient of a sum: every addition to a sum of equal terms rounds to the same side,
     and in a single long sum these errors add up."""
-    for rows in (100, 197, 3000):
-        for layout in ("flat", "expanded"):
-            case = make_case(
-                (rows,), 5, 40, device, DTYPES[dtypes], activation, layout=layout, dy_layout="flat"
-            )
-            case.check_every_implementation()
+    for rows in (100, 197, 1000, 3000, 10000, 20000):
+        case = make_case((rows,), 5, 8, device, activation="identity", dy_layout="flat")
+        case.check_every_implementation()
 
 
 @pytest.mark.parametrize("dtypes", ("fp32", "fp64"))
