@@ -7,9 +7,9 @@ from torch import nn
 from fusewise import cli, lessons
 from fusewise.bench import schema
 from fusewise.bench.families.family import STEP
-from fusewise.bench.floor import measure_ceilings
 from fusewise.bench.measure import GraphTimer, Replay
 from fusewise.bench.progress import Progress
+from fusewise.bench.yardsticks import measure_ceilings
 from fusewise.profile import Options, kinds, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
