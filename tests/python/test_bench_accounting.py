@@ -185,6 +185,7 @@ def test_a_row_of_every_family(fake_run, name):
         moved = 4 * data + max(0, 4 * weights - 100) + max(0, 4 * again - 100)
         times = {"bytes": moved / 3e3, "operations": operations / 6e3}
         assert (row["floor"]["bytes"], row["floor"]["operations"]) == (moved, operations)
+        assert row["floor"]["touched_bytes"] == 4 * (data + weights)
         assert row["floor"]["us"] == pytest.approx(max(times.values()))
         assert times[row["floor"]["bound"]] == max(times.values())
         assert row["contenders"]["fusewise"]["wall"]["median"] == 10

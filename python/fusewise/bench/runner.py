@@ -250,7 +250,11 @@ def _describe(family: Family, case: Case, mode: str, buffers: int, device: str) 
         "parameters": case.extra,
         "group": case.group,
         "count": case.count,
-        "floor": {"bytes": moved, "operations": family.operations(case, mode)},
+        "floor": {
+            "bytes": moved,
+            "touched_bytes": traffic.data + traffic.weights,
+            "operations": family.operations(case, mode),
+        },
         "host": None,
     }
 

@@ -34,6 +34,7 @@ _TIMES = {"median": _NUMBER, "quartiles": [_NUMBER], "samples": [_NUMBER]}
 _RATIO = {"ratio": _NUMBER, "interval": [_NUMBER], "verdict": str}
 _FLOOR = {
     "bytes": int,
+    "touched_bytes": _Optional(int),
     "operations": int,
     "us": _NUMBER,
     "bound": _Optional(str),
