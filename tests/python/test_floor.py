@@ -3,7 +3,7 @@
 import pytest
 
 from fusewise.bench.families.family import Traffic
-from fusewise.bench.floor import Ceilings, memory_bytes
+from fusewise.bench.floor import Ceilings, _cpu_cache_bytes, memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,18 @@ def test_the_floor_is_the_longer_of_the_two_times():
     }
     floor = ceilings.floor(1000, 3000, "float32")
     assert floor["us"] == pytest.approx(1.0) and floor["bound"] == "bytes"
+
+
+def test_the_last_caches_of_all_cores_are_added(tmp_path):
+    """Four cores with an L2 each, and two L3 of 8 and 16 KB, each shared by two of them."""
+    for core in range(4):
+        pair, size = ("0-1", "8K") if core < 2 else ("2-3", "16K")
+        caches = {"index2": ("2", f"{core}", "1K"), "index3": ("3", pair, size)}
+        for name, texts in caches.items():
+            folder = tmp_path / f"cpu{core}" / "cache" / name
+            folder.mkdir(parents=True)
+            for file, text in zip(("level", "shared_cpu_list", "size"), texts, strict=True):
+                (folder / file).write_text(f"{text}\n")
+    assert _cpu_cache_bytes(tmp_path, {0, 1, 2, 3}) == (8 + 16) * 1024
+    assert _cpu_cache_bytes(tmp_path, {0, 1}) == 8 * 1024  # those that this process may use
+    assert _cpu_cache_bytes(tmp_path, {9}) == 32 << 20  # where the system does not tell

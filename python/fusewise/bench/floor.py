@@ -1,5 +1,6 @@
 """The floor: the least time in which this machine could move the bytes and do the operations."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,13 +83,22 @@ def memory_bytes(traffic: Traffic, buffers: int, cache: int) -> int:
 
 
 def cache_bytes(device: str) -> int:
-    """Size of the last cache before memory."""
+    """Size of the last cache before memory; of a CPU all that the cores of this process have."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).L2_cache_size
-    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max(
-        (int(path.read_text().strip().rstrip("K")) << 10 for path in sizes), default=32 << 20
-    )
+    return _cpu_cache_bytes(Path("/sys/devices/system/cpu"), os.sched_getaffinity(0))
+
+
+def _cpu_cache_bytes(folder: Path, cores: set[int]) -> int:
+    """A cache that several cores share is counted once."""
+    found: dict[str, int] = {}
+    for core in cores:
+        caches = (folder / f"cpu{core}" / "cache").glob("index*")
+        last = max(caches, key=lambda cache: int((cache / "level").read_text()), default=None)
+        if last:
+            size = int((last / "size").read_text().strip().rstrip("K")) << 10
+            found[(last / "shared_cpu_list").read_text()] = size
+    return sum(found.values()) or 32 << 20
 
 
 def _medians(row: dict):

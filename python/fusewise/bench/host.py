@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .baselines import OURS, caller
-from .families.family import Workload
-from .measure import LoopTimer, interleave
+from .families.family import STEP, Workload
+from .measure import Call, LoopTimer, interleave
 from .statistics import median
 
 _LIBRARY = torch.library.Library("fusewise_empty", "DEF")
@@ -33,15 +33,15 @@ def host(row: dict, tensors: int, device: str) -> dict | None:
 def empty_us(device: str, tensors: int, mode: str) -> float:
     """Wall time of a call in this mode; `tensors` are those that go in. As ours, it has one result,
     and a gradient for each input."""
-    scalars = [torch.zeros((), device=device, requires_grad=True) for _ in range(tensors)]
-    workload = Workload(
-        inputs=[(scalars[0],)],
-        gradients=[torch.ones((), device=device)],
-        weights=tuple(scalars[1:]),
-        functions={},
-    )
-    timer = LoopTimer(caller(empty, workload, mode), 1, device)
+    timer = LoopTimer(empty_call(device, tensors, mode), 1, device)
     return median(interleave({"empty": timer}, rounds=15, budget=0.2)["empty"])
+
+
+def empty_call(device: str, tensors: int, mode: str) -> Call:
+    data, *weights = (torch.zeros((), device=device, requires_grad=True) for _ in range(tensors))
+    data.requires_grad_(mode != STEP)  # where the weights alone learn
+    gradients = [torch.ones((), device=device)]
+    return caller(empty, Workload([(data,)], gradients, tuple(weights), {}), mode)
 
 
 def empty(*tensors: Tensor) -> Tensor:

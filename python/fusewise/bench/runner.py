@@ -152,20 +152,20 @@ def _run(options: Options, cases: list[Case], results: dict, progress: Progress)
     for case in cases:
         with case.precision():
             for row in _measure(FAMILIES[case.family], case, options, progress):
-                results["rows"].append(row)
-                _set_floors(results, yardsticks)
+                _set_rows(results, [*results["rows"], row], yardsticks)
                 progress.row(row)
         yardsticks.sample()
-        _set_floors(results, yardsticks)
+        _set_rows(results, results["rows"], yardsticks)
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
 
 
-def _set_floors(results: dict, yardsticks: Yardsticks) -> None:
-    """Of every row so far, anew: an interrupt may come at any time, and no floor may be older than
-    the ceilings."""
-    ceilings = floor.set_floors(results["rows"], yardsticks.ceilings())
+def _set_rows(results: dict, rows: list[dict], yardsticks: Yardsticks) -> None:
+    """With the floor of every row anew: an interrupt may come at any time, and no floor may be
+    older than the ceilings."""
+    ceilings = floor.set_floors(rows, yardsticks.ceilings())
+    results["rows"] = rows
     results["ceilings"] = {
         "copy_bytes_per_second": ceilings.bytes_per_second,
         "matrix_operations_per_second": ceilings.operations_per_second,
