@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusewise
 from fusewise import bench, cli
-from fusewise.bench import accuracy, progress, report, runner, schema
+from fusewise.bench import accuracy, progress, report, runner, schema, yardsticks
 from fusewise.bench.baselines import caller
 from fusewise.bench.cases import read, recast, select
 from fusewise.bench.families import FAMILIES, autoencoder, squeeze_excite
@@ -23,6 +23,14 @@ FAST = ["bench", "--device", "cpu", "--full", "--filter", "cpu-odd-1x17", "--bas
 FAMILY = FAMILIES["squeeze_excite"]
 
 OUTPUTS = ("y", "dx", "dw1", "db1", "dw2", "db2")
+
+
+@pytest.fixture(autouse=True)
+def small_yardsticks(monkeypatch):
+    """What the machine really reaches takes seconds to find out."""
+    monkeypatch.setattr(yardsticks, "cache_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(yardsticks, "_LEAST_COPY", {"cpu": 1 << 20})
+    monkeypatch.setattr(yardsticks, "_PRODUCT_SIZES", {"cpu": (64, 128)})
 
 
 def small_case():
