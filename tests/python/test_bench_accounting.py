@@ -384,6 +384,7 @@ def test_a_loop_takes_the_buffers_in_turn(monkeypatch):
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     seen = []
     timer = measure.LoopTimer(seen.append, 7, "cpu")
+    assert len(seen) == 7 + 3  # every buffer is warm; then it is estimated how long a call takes
     for _ in range(3):
         before = len(seen)
         us = timer()
