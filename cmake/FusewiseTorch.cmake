@@ -56,7 +56,7 @@ else()
   file(REMOVE ${library_dir}/libfusewise_torch_cuda.so ${library_dir}/libfusewise_naive.so)
 endif()
 
-# For the benchmark and the lessons: cases, and the naive kernels that they show as baselines.
+# For the benchmark and the lessons: cases, the naive kernels that they show as baselines, a copy.
 install(DIRECTORY benchmarks/cases DESTINATION fusewise/bench)
 
 function(fusewise_naive_library name)
@@ -66,7 +66,7 @@ function(fusewise_naive_library name)
   install(TARGETS ${name} LIBRARY DESTINATION fusewise/_lib)
 endfunction()
 
-fusewise_naive_library(fusewise_naive_cpu benchmarks/naive/linear.cpp)
+fusewise_naive_library(fusewise_naive_cpu benchmarks/naive/linear.cpp benchmarks/naive/copy.cpp)
 if(FUSEWISE_WITH_CUDA)
   fusewise_naive_library(fusewise_naive
     benchmarks/naive/linear.cu benchmarks/naive/squeeze_excite.cu)

@@ -7,9 +7,9 @@ from torch import nn
 from fusewise import cli, lessons
 from fusewise.bench import schema
 from fusewise.bench.families.family import STEP
-from fusewise.bench.floor import measure_ceilings
 from fusewise.bench.measure import GraphTimer, Replay
 from fusewise.bench.progress import Progress
+from fusewise.bench.yardsticks import measure_ceilings
 from fusewise.profile import Options, kinds, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -48,6 +48,9 @@ def test_a_row_has_kernels_memory_and_both_clocks(tmp_path):
         ours, eager = row["contenders"]["fusewise"], row["contenders"]["eager"]
         assert {"gpu", "wall", "peak_bytes", "kernels"} <= ours.keys()
         assert 0 < ours["kernels"] < eager["kernels"]
+        assert row["floor"]["us"] <= min(ours["gpu"]["median"], ours["wall"]["median"])
+        assert row["host"]["empty_us"] > 0
+        assert row["host"]["overhead_us"] == ours["wall"]["median"] - ours["gpu"]["median"]
 
 
 def test_a_replay_computes_what_the_call_does():

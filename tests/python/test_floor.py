@@ -1,30 +1,26 @@
-"""The floor against counts by hand."""
+"""The floor against counts by hand: what must cross memory, and how long it takes at least."""
 
 import pytest
 
-from fusewise.bench.families import FAMILIES
-from fusewise.bench.families.family import BOTH, FORWARD, Case
-from fusewise.bench.floor import Ceilings
-
-# Two samples of 3 channels with 4 x 5 pixels, 2 hidden units: 120 elements.
-CASE = Case("squeeze_excite", "", (2, 3, 4, 5), "float16", extra={"reduced": 2})
-FAMILY = FAMILIES["squeeze_excite"]
-WEIGHTS = 2 * 3 + 2 + 3 * 2 + 3  # w1, b1, w2, b2
+from fusewise.bench.families.family import Traffic
+from fusewise.bench.floor import Ceilings, _cpu_cache_bytes, memory_bytes
 
 
-def test_bytes_are_counted_once_each():
-    # x read, y written; two bytes each.
-    assert FAMILY.bytes_moved(CASE, FORWARD) == 2 * (120 + 120 + WEIGHTS) == 514
-    # Backward reads x and dy, writes dx; it reads the weights and writes their gradients.
-    assert FAMILY.bytes_moved(CASE, BOTH) == 514 + 2 * (3 * 120 + 2 * WEIGHTS) == 1302
-
-
-def test_operations_are_counted_once_each():
-    products = 2 * (2 * 3 * 2)  # of 2 samples, 3 channels and 2 units: multiplied and added
-    # Forward: the sum over pixels, both layers, one product for each element of y.
-    assert FAMILY.operations(CASE, FORWARD) == 120 + 2 * products + 120 == 288
-    # Backward: sum of dy * x; dW1, dW2, dh and dp; dy * g + dp.
-    assert FAMILY.operations(CASE, BOTH) == 288 + 240 + 4 * products + 240 == 864
+@pytest.mark.parametrize(
+    "traffic, buffers, moved",
+    [
+        # The cache has 1000 bytes.
+        (Traffic(data=600, weights=0), 2, 600),  # 1200 in turn: each byte once
+        (Traffic(data=500, weights=0), 2, 0),  # all buffers stay
+        (Traffic(data=1001, weights=0), 1, 1001),
+        (Traffic(data=600, weights=1000), 2, 600),  # weights stay from call to call
+        (Traffic(data=600, weights=1300), 2, 600 + 300),  # as far as there is room
+        (Traffic(data=600, weights=0, again=1000), 2, 600),  # x stays until backward
+        (Traffic(data=6000, weights=100, again=2500), 2, 6000 + 1500),
+    ],
+)
+def test_what_fits_the_cache_does_not_cross_memory(traffic, buffers, moved):
+    assert memory_bytes(traffic, buffers, cache=1000) == moved
 
 
 def test_the_floor_is_the_longer_of_the_two_times():
@@ -37,3 +33,18 @@ def test_the_floor_is_the_longer_of_the_two_times():
     }
     floor = ceilings.floor(1000, 3000, "float32")
     assert floor["us"] == pytest.approx(1.0) and floor["bound"] == "bytes"
+
+
+def test_the_last_caches_of_all_cores_are_added(tmp_path):
+    """Four cores with an L2 each, and two L3 of 8 and 16 KB, each shared by two of them."""
+    for core in range(4):
+        pair, size = ("0-1", "8K") if core < 2 else ("2-3", "16K")
+        caches = {"index2": ("2", f"{core}", "1K"), "index3": ("3", pair, size)}
+        for name, texts in caches.items():
+            folder = tmp_path / f"cpu{core}" / "cache" / name
+            folder.mkdir(parents=True)
+            for file, text in zip(("level", "shared_cpu_list", "size"), texts, strict=True):
+                (folder / file).write_text(f"{text}\n")
+    assert _cpu_cache_bytes(tmp_path, {0, 1, 2, 3}) == (8 + 16) * 1024
+    assert _cpu_cache_bytes(tmp_path, {0, 1}) == 8 * 1024  # those that this process may use
+    assert _cpu_cache_bytes(tmp_path, {9}) == 32 << 20  # where the system does not tell

@@ -1,83 +1,109 @@
 """The floor: the least time in which this machine could move the bytes and do the operations."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from .families.family import Case
-from .measure import GraphTimer, LoopTimer, interleave
-from .statistics import median
+from .families.family import Traffic
+
+BYTES = "bytes"
+# A raised ceiling must not fall below the rate that raised it by rounding.
+_ABOVE_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine reached in the same run."""
+    """The best that the machine reached in the same run."""
 
     bytes_per_second: float
-    """Read and written, of the fastest copy."""
+    """Of memory, read and written."""
     operations_per_second: dict[str, float]
-    """Of the vendor's matrix product, by dtype."""
+    """Of matrix products, by dtype."""
+    raised: dict[str, str] = field(default_factory=dict)
+    """By "bytes" or dtype: the contender that was faster than every yardstick."""
 
     def floor(self, moved: int, operations: int, dtype: str) -> dict:
         """Bytes and operations may overlap, so the floor is the longer of the two times."""
         times = {
-            "bytes": moved / self.bytes_per_second * 1e6,
+            BYTES: moved / self.bytes_per_second * 1e6,
             "operations": operations / self.operations_per_second[dtype] * 1e6,
         }
         bound = max(times, key=times.__getitem__)
         return {"bytes": moved, "operations": operations, "us": times[bound], "bound": bound}
 
+    def raised_by(self, rows: list[dict]) -> "Ceilings":
+        """As high as the fastest contender of these rows needs them: none is faster than its
+        floor. A yardstick may be slower, as it is measured at other moments and sizes."""
+        rates = {BYTES: self.bytes_per_second, **self.operations_per_second}
+        raised = {}
+        for row in rows:
+            amounts = {BYTES: row["floor"]["bytes"], row["dtype"]: row["floor"]["operations"]}
+            for name, clock, us in _medians(row):
+                for key, amount in amounts.items():
+                    reached = amount / (us * 1e-6)
+                    if reached > rates[key]:
+                        rates[key] = reached * _ABOVE_ROUNDING
+                        raised[key] = f"{name} in {row['case']} {row['mode']}, {clock} time"
+        moved = rates.pop(BYTES)
+        final = float32_for_all(rates)
+        by_own = {key: by for key, by in raised.items() if key == BYTES or final[key] == rates[key]}
+        return Ceilings(moved, final, by_own)
 
-def measure_ceilings(device: str, dtypes: set[str]) -> Ceilings:
-    """For half types the higher of their own and float32's rate: they may be computed in it."""
-    rates = {name: matrix_rate(device, name) for name in sorted(dtypes | {"float32"})}
-    return Ceilings(
-        copy_bandwidth(device),
-        {
-            name: rate if name == "float64" else max(rate, rates["float32"])
-            for name, rate in rates.items()
-        },
-    )
+
+def float32_for_all(rates: dict[str, float]) -> dict[str, float]:
+    """For half types and TF32 the higher of their own and float32's rate: they may be computed in
+    it."""
+    return {
+        name: rate if name == "float64" else max(rate, rates["float32"])
+        for name, rate in rates.items()
+    }
+
+
+def set_floors(rows: list[dict], ceilings: Ceilings) -> Ceilings:
+    """Writes the floor of every row anew; returns the ceilings that the rows themselves raised."""
+    ceilings = ceilings.raised_by(rows)
+    for row in rows:
+        counted = row["floor"]
+        row["floor"] |= ceilings.floor(counted["bytes"], counted["operations"], row["dtype"])
+    return ceilings
+
+
+def memory_bytes(traffic: Traffic, buffers: int, cache: int) -> int:
+    """Of the bytes that a call touches, those that must cross memory.
+
+    One rule: as much as the cache holds is still there when it is touched again. Weights are
+    touched again by the next call, x by backward: what exceeds the cache counts. Inputs and outputs
+    are touched again when their buffer's turn comes: each byte counts once, and where all buffers
+    together fit the cache, none does.
+    """
+    moved = traffic.data if buffers * traffic.data > cache else 0
+    return moved + max(0, traffic.weights - cache) + max(0, traffic.again - cache)
 
 
 def cache_bytes(device: str) -> int:
-    """Size of the last cache before memory."""
+    """Size of the last cache before memory; of a CPU all that the cores of this process have."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).L2_cache_size
-    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max(
-        (int(path.read_text().strip().rstrip("K")) << 10 for path in sizes), default=32 << 20
-    )
+    return _cpu_cache_bytes(Path("/sys/devices/system/cpu"), os.sched_getaffinity(0))
 
 
-def copy_bandwidth(device: str) -> float:
-    """Bytes per second, read and written, of the fastest copy far larger than any cache.
-
-    On an H200 the driver's own copy reached 2.7 TB/s and a kernel 4.0: a floor must be the lower.
-    """
-    size = 1 << (30 if device == "cuda" else 28)
-    source = torch.ones(size // 4, device=device)
-    target = torch.empty_like(source)
-    ways = {
-        "copy": _timer(lambda _: target.copy_(source), device),
-        "kernel": _timer(lambda _: torch.neg(source, out=target), device),
-    }
-    times = interleave(ways, rounds=10, budget=1.0)
-    return 2 * size / (min(map(median, times.values())) * 1e-6)
+def _cpu_cache_bytes(folder: Path, cores: set[int]) -> int:
+    """A cache that several cores share is counted once."""
+    found: dict[str, int] = {}
+    for core in cores:
+        caches = (folder / f"cpu{core}" / "cache").glob("index*")
+        last = max(caches, key=lambda cache: int((cache / "level").read_text()), default=None)
+        if last:
+            size = int((last / "size").read_text().strip().rstrip("K")) << 10
+            found[(last / "shared_cpu_list").read_text()] = size
+    return sum(found.values()) or 32 << 20
 
 
-def matrix_rate(device: str, dtype: str) -> float:
-    """Additions and multiplications per second of a large product, TF32 as torch is set."""
-    size = (4096 if dtype in ("float32", "float64") else 8192) if device == "cuda" else 1024
-    case = Case("", "", (), dtype)
-    kind = {"dtype": case.dtype, "device": device}
-    left, right, product = (torch.ones(size, size, **kind) for _ in range(3))
-    with case.precision():
-        timer = _timer(lambda _: torch.mm(left, right, out=product), device)
-        samples = interleave({"product": timer}, rounds=10, budget=0.5)["product"]
-    return 2 * size**3 / (median(samples) * 1e-6)
-
-
-def _timer(call, device: str):
-    return GraphTimer(call, 1) if device == "cuda" else LoopTimer(call, 1, device)
+def _medians(row: dict):
+    """Contender, clock and time of everything that was timed."""
+    for name, contender in row.get("contenders", {}).items():
+        for clock in ("gpu", "wall"):
+            if clock in contender:
+                yield name, clock, contender[clock]["median"]

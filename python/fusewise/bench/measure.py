@@ -126,13 +126,18 @@ def _driver_call(function, *arguments) -> None:
 
 
 class LoopTimer:
-    """Wall time: a loop of calls as a user writes it, and a wait for the device at its end."""
+    """Wall time: a loop of calls as a user writes it, and a wait for the device at its end.
+
+    Buffers take turns from one sample to the next, so that a short sample does not meet the same
+    few, and outputs live until their buffer's turn comes again, as a GraphTimer's do.
+    """
 
     def __init__(self, call: Call, buffers: int, device: str):
         self._call = call
-        self._buffers = buffers
+        self._kept: list[object] = [None] * buffers
+        self._turn = 0
         self._wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-        self._calls = 1
+        self._calls = buffers  # the first turn gets memory for outputs from the system
         self()
         self._calls = 3
         seconds = self() * 1e-6
@@ -140,12 +145,16 @@ class LoopTimer:
 
     def __call__(self) -> float:
         """One sample, in µs a call."""
+        kept, buffers = self._kept, len(self._kept)
         self._wait()
         begin = time.perf_counter()
-        for i in range(self._calls):
-            self._call(i % self._buffers)
+        for i in range(self._turn, self._turn + self._calls):
+            kept[i % buffers] = None
+            kept[i % buffers] = self._call(i % buffers)
         self._wait()
-        return (time.perf_counter() - begin) * 1e6 / self._calls
+        us = (time.perf_counter() - begin) * 1e6 / self._calls
+        self._turn += self._calls
+        return us
 
 
 def interleave(

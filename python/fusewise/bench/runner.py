@@ -23,11 +23,13 @@ from .baselines import (
 from .cases import read, recast, select
 from .families import FAMILIES, Family
 from .families.family import FORWARD, Case
+from .host import host
 from .measure import Call, GraphTimer, LoopTimer, interleave, keep_memory, peak_bytes
 from .progress import Progress
 from .schema import VERSION
 from .statistics import median, ratio_of_sums, summary
 from .verify import Verification
+from .yardsticks import Yardsticks
 
 _MOST_BUFFERS = 64
 _CPU_BUFFER_BYTES = 1 << 30
@@ -140,11 +142,7 @@ def _run(options: Options, cases: list[Case], results: dict, progress: Progress)
     if device == "cpu":
         keep_memory()
     progress.start("the machine's own ceilings: copies and matrix products", 1)
-    ceilings = floor.measure_ceilings(device, {case.dtype_name for case in cases})
-    results["ceilings"] = {
-        "copy_bytes_per_second": ceilings.bytes_per_second,
-        "matrix_operations_per_second": ceilings.operations_per_second,
-    }
+    yardsticks = Yardsticks(device, {case.dtype_name for case in cases})
     progress.advance()
     if set(COMPILED).intersection(options.baselines):
         progress.start("torch.compile of every case, in parallel", len(cases))
@@ -153,20 +151,35 @@ def _run(options: Options, cases: list[Case], results: dict, progress: Progress)
     progress.start("measuring", sum(len(FAMILIES[case.family].modes(case)) for case in cases))
     for case in cases:
         with case.precision():
-            for row in _measure(FAMILIES[case.family], case, options, ceilings, progress):
-                results["rows"].append(row)
+            for row in _measure(FAMILIES[case.family], case, options, progress):
+                _set_rows(results, [*results["rows"], row], yardsticks)
                 progress.row(row)
+        yardsticks.sample()
+        _set_rows(results, results["rows"], yardsticks)
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
 
 
-def _measure(family, case, options, ceilings, progress):
-    """Yields a row for each mode."""
+def _set_rows(results: dict, rows: list[dict], yardsticks: Yardsticks) -> None:
+    """With the floor of every row anew: an interrupt may come at any time, and no floor may be
+    older than the ceilings."""
+    ceilings = floor.set_floors(rows, yardsticks.ceilings())
+    results["rows"] = rows
+    results["ceilings"] = {
+        "copy_bytes_per_second": ceilings.bytes_per_second,
+        "matrix_operations_per_second": ceilings.operations_per_second,
+        "raised": ceilings.raised,
+    }
+
+
+def _measure(family, case, options, progress):
+    """Yields a row for each mode; what its floor takes is set when the ceilings are known."""
     device = options.device
     progress.now(f"{case.name}: data and reference")
+    buffers = _buffers(family, case, device)
     try:
-        workload = family.build(case, device, _buffers(family, case, device))
+        workload = family.build(case, device, buffers)
         contenders = functions(workload, options.baselines)
         by_mode = {mode: calls(contenders, workload, mode) for mode in family.modes(case)}
         checks = _check(family, case, workload, by_mode, progress)
@@ -174,10 +187,10 @@ def _measure(family, case, options, ceilings, progress):
         if not _out_of_memory(error):
             raise
         for mode in family.modes(case):
-            yield {**_describe(family, case, mode, ceilings), "failed": "out of memory"}
+            yield {**_describe(family, case, mode, buffers, device), "failed": "out of memory"}
         return
     for mode, candidates in by_mode.items():
-        row = _describe(family, case, mode, ceilings)
+        row = _describe(family, case, mode, buffers, device)
         ours = checks[mode][OURS]
         if isinstance(ours, str):
             yield {**row, "failed": ours}
@@ -204,6 +217,7 @@ def _measure(family, case, options, ceilings, progress):
             continue
         row["contenders"] |= times
         row["against"] = {name: ratios(row, name) for name in times if name != OURS}
+        row["host"] = host(row, len(workload.inputs[0]) + len(workload.weights), device)
         yield row
 
 
@@ -215,15 +229,17 @@ def _out_of_memory(error: Exception) -> bool:
 
 def _buffers(family: Family, case: Case, device: str) -> int:
     """So many that together they are three times the cache, or as many as make sense."""
-    touched = family.bytes_moved(case, FORWARD)
+    traffic = family.traffic(case, FORWARD)
+    touched = traffic.data + traffic.weights
     wanted = math.ceil(3 * floor.cache_bytes(device) / touched)
     if device == "cpu":
         wanted = min(wanted, _CPU_BUFFER_BYTES // touched)
     return max(1, min(wanted, _MOST_BUFFERS))
 
 
-def _describe(family: Family, case: Case, mode: str, ceilings: floor.Ceilings) -> dict:
-    moved, operations = family.bytes_moved(case, mode), family.operations(case, mode)
+def _describe(family: Family, case: Case, mode: str, buffers: int, device: str) -> dict:
+    traffic = family.traffic(case, mode)
+    moved = floor.memory_bytes(traffic, buffers, floor.cache_bytes(device))
     return {
         "family": case.family,
         "case": case.name,
@@ -234,7 +250,12 @@ def _describe(family: Family, case: Case, mode: str, ceilings: floor.Ceilings) -
         "parameters": case.extra,
         "group": case.group,
         "count": case.count,
-        "floor": ceilings.floor(moved, operations, case.dtype_name),
+        "floor": {
+            "bytes": moved,
+            "touched_bytes": traffic.data + traffic.weights,
+            "operations": family.operations(case, mode),
+        },
+        "host": None,
     }
 
 
@@ -288,6 +309,7 @@ def _time(case, mode, timed, workload, device, effort, progress) -> dict[str, di
     loops = {name: LoopTimer(call, buffers, device) for name, call in timed.items()}
     for name, samples in interleave(loops, effort.rounds, effort.budget).items():
         found[name]["wall"] = summary(samples)
+    del loops  # with the outputs that they keep
     if device == "cuda":
         alone = {name: call for name, call in timed.items() if name not in WALL_ONLY}
         for name, call in alone.items():

@@ -21,11 +21,24 @@ class _Optional:
         self.form = form
 
 
+class _Nullable:
+    """A field that may be null."""
+
+    def __init__(self, form):
+        self.form = form
+
+
 # A type, a tuple of types, [form] for a list, {"field": form} for an object, {str: form} for one
 # with any fields.
 _TIMES = {"median": _NUMBER, "quartiles": [_NUMBER], "samples": [_NUMBER]}
 _RATIO = {"ratio": _NUMBER, "interval": [_NUMBER], "verdict": str}
-_FLOOR = {"bytes": int, "operations": int, "us": _NUMBER, "bound": _Optional(str)}
+_FLOOR = {
+    "bytes": int,
+    "touched_bytes": _Optional(int),
+    "operations": int,
+    "us": _NUMBER,
+    "bound": _Optional(str),
+}
 _CONTENDER = {
     "unavailable": _Optional(str),
     "wall": _Optional(_TIMES),
@@ -49,6 +62,7 @@ _ROW = {
     "implementation": _Optional({str: {"chosen": str, "declined": {str: str}}}),
     "contenders": _Optional({str: _CONTENDER}),
     "against": _Optional({str: {str: _RATIO}}),
+    "host": _Optional(_Nullable({"overhead_us": _NUMBER, "empty_us": _NUMBER})),
 }
 _SUM = {
     "group": str,
@@ -59,7 +73,11 @@ _SUM = {
     "contenders": {str: {str: {"median": _NUMBER}}},
     "against": {str: {str: _RATIO}},
 }
-_CEILINGS = {"copy_bytes_per_second": _NUMBER, "matrix_operations_per_second": {str: _NUMBER}}
+_CEILINGS = {
+    "copy_bytes_per_second": _NUMBER,
+    "matrix_operations_per_second": {str: _NUMBER},
+    "raised": _Optional({str: str}),
+}
 _RESULTS = {
     "schema": int,
     "command": str,
@@ -117,6 +135,8 @@ def _untimed(rows: list[dict]) -> str:
 
 
 def _problem(value, form, path: str) -> str:
+    if isinstance(form, _Nullable):
+        return "" if value is None else _problem(value, form.form, path)
     if isinstance(form, (type, tuple)):
         # To Python, True is a number.
         fits = isinstance(value, form) and (form is bool or not isinstance(value, bool))

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from .._usage import UsageError
-from ..bench import environment, floor
+from ..bench import environment
 from ..bench.measure import LoopTimer, interleave, keep_memory
 from ..bench.progress import Progress
 from ..bench.statistics import summary
+from ..bench.yardsticks import measure_ceilings
 from . import analysis
 from .model import make_subject
 from .record import Recording, behind_linears, count_work, record
@@ -45,7 +46,7 @@ def run(options: Options, progress: Progress) -> analysis.Profile:
     dtype = str(subject.dtype).removeprefix("torch.")
     progress.advance()
     progress.now("the machine's own ceilings: copies and matrix products")
-    ceilings = floor.measure_ceilings(device, {dtype})
+    ceilings = measure_ceilings(device, {dtype})
 
     progress.advance()
     progress.now("steps without the profiler")

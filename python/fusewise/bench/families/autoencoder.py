@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from .family import (
     STEP,
     Case,
     Family,
+    Traffic,
     Workload,
 )
 
@@ -356,38 +358,67 @@ def _finite(t: Tensor) -> Tensor:
     return t.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _weight_count(case: Case) -> int:
+def _weight_bytes(case: Case) -> int:
     _, frames, mels = case.shape
     sizes = (mels, frames, case.extra["latent"], case.extra["slice_latent"])
-    return sum(torch.Size(shape).numel() for shape in shapes(*sizes).values())
-
-
-def bytes_moved(case: Case, mode: str) -> int:
-    """Forward reads x and writes the output; backward reads x and the gradient and writes dx; the
-    weights are read each way and their gradients written. The reconstruction is as large as x. A
-    train step could do all with one look at x."""
-    rows, frames, mels = case.shape
-    row = frames * mels
-    if mode == STEP:
-        return (rows * row + 2 * _weight_count(case)) * case.dtype.itemsize
-    out = row if case.extra["output"] == "reconstruction" else 1
-    forward, backward = row + out, 2 * row + out
-    elements = rows * (forward + backward) + 3 * _weight_count(case)
-    if mode == FORWARD:
-        elements = rows * forward + _weight_count(case)
+    elements = sum(torch.Size(shape).numel() for shape in shapes(*sizes).values())
     return elements * case.dtype.itemsize
 
 
+def traffic(case: Case, mode: str) -> Traffic:
+    """Forward reads x and writes the output; backward reads the gradient, and x again, and writes
+    dx and the gradients of the weights. The reconstruction is as large as x, a score is a float32
+    at least. A train step could do all with one look at x."""
+    rows, frames, mels = case.shape
+    itemsize, weights = case.dtype.itemsize, _weight_bytes(case)
+    x = rows * frames * mels * itemsize
+    if mode == STEP:
+        return Traffic(data=x + weights, weights=weights)
+    out = x if case.extra["output"] == "reconstruction" else rows * max(4, itemsize)
+    if mode == FORWARD:
+        return Traffic(data=x + out, weights=weights)
+    return Traffic(data=2 * x + 2 * out + weights, weights=weights, again=x + weights)
+
+
 def operations(case: Case, mode: str) -> int:
-    """Of the matrix products as the model states them, once forward and twice backward, where a
-    train step leaves out the one for dx. Folding the decoder into the basis takes a third less:
-    such an implementation may fall below this floor."""
+    """Of the matrix products; each layer before the decoder has one forward and two backward, and a
+    train step leaves out the one for dx."""
     rows, frames, mels = case.shape
     latent, slices = case.extra["latent"], case.extra["slice_latent"]
-    products = 2 * frames * mels * slices + 2 * frames * slices * latent + latent * latent
-    times = {FORWARD: 1, BOTH: 3, STEP: 3}[mode]
-    without = frames * mels * slices if mode == STEP else 0
-    return 2 * rows * (times * products - without)
+    encoder = rows * frames * mels * slices
+    others = rows * (frames * slices * latent + latent * latent)
+    decoder = _decoder_products(rows, frames, mels, latent, slices, backward=mode != FORWARD)
+    counts = {FORWARD: (1, 1), BOTH: (3, 3), STEP: (2, 3)}[mode]
+    return 2 * (counts[0] * encoder + counts[1] * others + decoder)
+
+
+def _decoder_products(rows, frames, mels, latent, slices, backward: bool) -> int:
+    """The fewest multiplications from z to y and back. One way goes through r = z @ basis. The
+    other folds the decoder with the basis first: that depends on weights alone, so it may be kept
+    from call to call and is free here. Backward may take either way for each of its results.
+
+    Of a train step's loss the square could be expanded, which saves one product more; but where
+    the reconstruction is good, the sum cancels.
+    """
+    through_slices = rows * frames * slices
+    folded = rows * frames * mels * latent
+    of_weights = frames * mels * slices * latent
+    shared = {
+        "folded": 0,
+        "r": through_slices * latent,
+        "dr": through_slices * mels,
+        "dfolded": folded,
+    }
+    # Of each result the ways: what it needs first, and its own product.
+    y = (("r", through_slices * mels), ("folded", folded))
+    dz = (("dr", through_slices * latent), ("folded", folded))
+    ddecoder = (("r", through_slices * mels), ("dfolded", of_weights))
+    dbasis = (("dr", through_slices * latent), ("dfolded", of_weights))
+    wanted = (y, dz, ddecoder, dbasis) if backward else (y,)
+    return min(
+        sum(shared[name] for name in {first for first, _ in ways}) + sum(own for _, own in ways)
+        for ways in product(*wanted)
+    )
 
 
 def modes(case: Case) -> tuple[str, ...]:
@@ -400,7 +431,7 @@ FAMILY = Family(
     extra={"latent": None, "slice_latent": None, "output": ("reconstruction", "score", *LOSSES)},
     build=build,
     reference=reference,
-    bytes_moved=bytes_moved,
+    traffic=traffic,
     operations=operations,
     checked=tuple(
         Case(

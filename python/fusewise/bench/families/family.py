@@ -60,6 +60,19 @@ class Case:
         return LAYOUTS[self.layout]
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes that a call touches, each counted once. What a fused operator can keep on the chip,
+    such as hidden activations, is not among them."""
+
+    data: int
+    """Inputs and outputs, and the gradients of all: other memory for every buffer."""
+    weights: int
+    """The same memory for every call."""
+    again: int = 0
+    """Of both, what backward reads a second time."""
+
+
 @dataclass
 class Workload:
     """One case, ready to run: `function(*inputs[i], *weights)` gives the output, or for a train
@@ -94,10 +107,10 @@ class Family:
     reference: Callable[[Case, Workload], dict[str, Expected]]
     """The output and every gradient, those of inputs first, then those of weights, for the first
     buffer, in fp64 (fp32 for half data of large size). Of a train step, inputs have none."""
-    bytes_moved: Callable[[Case, str], int]
-    """The fewest bytes that a mode must move."""
+    traffic: Callable[[Case, str], Traffic]
+    """What a mode must touch."""
     operations: Callable[[Case, str], int]
-    """The additions and multiplications of a mode."""
+    """The fewest additions and multiplications of a mode."""
     checked: tuple[Case, ...]
     """What `fusewise check` runs in every dtype and layout: small, and odd where it matters."""
     layouts: tuple[str, ...] = ("contiguous",)

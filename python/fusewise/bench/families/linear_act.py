@@ -11,7 +11,7 @@ from fusewise._torch_private import addmm_with_activation
 
 from ..accuracy import Expected
 from ..naive import naive_library
-from .family import BOTH, Case, Family, Workload
+from .family import BOTH, Case, Family, Traffic, Workload
 from .linear_stack import ACTIVATIONS, Stack, undecided
 
 _MOST_NAIVE = 1 << 34  # multiplications; beyond, one call takes a second
@@ -68,12 +68,14 @@ def reference(case: Case, workload: Workload) -> dict[str, Expected]:
     return {name.rstrip("0"): right for name, right in found.items()}
 
 
-def bytes_moved(case: Case, mode: str) -> int:
-    """Forward reads x and w and writes y; backward reads dy, x and w and writes dx and dw."""
+def traffic(case: Case, mode: str) -> Traffic:
+    """Forward reads x and w and writes y; backward reads dy, and x and w again, and writes dx and
+    dw. Biases are few."""
     rows, inputs, outputs = case.shape
-    x, w, y = rows * inputs, outputs * inputs, rows * outputs
-    elements = 3 * x + 3 * w + 2 * y if mode == BOTH else x + w + y
-    return elements * case.dtype.itemsize
+    x, w, y = (n * case.dtype.itemsize for n in (rows * inputs, outputs * inputs, rows * outputs))
+    if mode == BOTH:
+        return Traffic(data=2 * x + 2 * y + w, weights=w, again=x + w)
+    return Traffic(data=x + y, weights=w)
 
 
 def operations(case: Case, mode: str) -> int:
@@ -117,7 +119,7 @@ FAMILY = Family(
     extra={"activation": tuple(ACTIVATIONS)},
     build=build,
     reference=reference,
-    bytes_moved=bytes_moved,
+    traffic=traffic,
     operations=operations,
     baselines=("addmm_activation", "in-place", PRODUCTS),
     checked=tuple(

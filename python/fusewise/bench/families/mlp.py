@@ -7,7 +7,7 @@ from torch import Tensor
 import fusewise
 
 from ..accuracy import Expected, Results
-from .family import BOTH, Case, Family, Workload
+from .family import BOTH, Case, Family, Traffic, Workload
 from .linear_act import PRODUCTS
 from .linear_stack import ACTIVATIONS, Stack
 
@@ -77,15 +77,15 @@ def _stack(case: Case, workload: Workload, kept=()) -> Stack:
     return Stack(*workload.inputs[0], weights, biases, kinds, case.tf32, kept)
 
 
-def bytes_moved(case: Case, mode: str) -> int:
-    """Of each layer: forward reads input and weight and writes the output; backward reads both
-    again and the gradient of the output, and writes those of input and weight."""
+def traffic(case: Case, mode: str) -> Traffic:
+    """As of a single layer, from the input of the first to the output of the last: between them,
+    activations need not leave the chip."""
     rows, *sizes = case.shape
-    elements = 0
-    for inputs, results in zip(sizes, sizes[1:], strict=False):
-        x, w, y = rows * inputs, results * inputs, rows * results
-        elements += 3 * x + 3 * w + 2 * y if mode == BOTH else x + w + y
-    return elements * case.dtype.itemsize
+    products = sum(a * b for a, b in zip(sizes, sizes[1:], strict=False))
+    x, w, y = (n * case.dtype.itemsize for n in (rows * sizes[0], products, rows * sizes[-1]))
+    if mode == BOTH:
+        return Traffic(data=2 * x + 2 * y + w, weights=w, again=x + w)
+    return Traffic(data=x + y, weights=w)
 
 
 def operations(case: Case, mode: str) -> int:
@@ -101,7 +101,7 @@ FAMILY = Family(
     build=build,
     reference=reference,
     given=given,
-    bytes_moved=bytes_moved,
+    traffic=traffic,
     operations=operations,
     baselines=("layers", PRODUCTS),
     checked=tuple(

@@ -10,7 +10,7 @@ import fusewise
 
 from ..accuracy import Expected, cut, largest, pieces, scale
 from ..naive import naive_library
-from .family import BOTH, LAYOUTS, Case, Family, Workload
+from .family import BOTH, LAYOUTS, Case, Family, Traffic, Workload
 
 _LARGE = 1 << 27  # elements; above, references of half data are kept in fp32, to save tens of GB
 
@@ -177,14 +177,15 @@ def _planes(matrix: Tensor) -> Tensor:
     return matrix[:, :, None, None]
 
 
-def bytes_moved(case: Case, mode: str) -> int:
-    """Forward reads x and writes y; backward reads x and dy and writes dx. Weights once each."""
+def traffic(case: Case, mode: str) -> Traffic:
+    """Forward reads x and writes y; backward reads dy, and x again, and writes dx."""
     n, channels, height, width = case.shape
     reduced = case.extra["reduced"]
-    plane = n * channels * height * width
-    weights = 2 * channels * reduced + channels + reduced
-    elements = 5 * plane + 3 * weights if mode == BOTH else 2 * plane + weights
-    return elements * case.dtype.itemsize
+    plane = n * channels * height * width * case.dtype.itemsize
+    weights = (2 * channels * reduced + channels + reduced) * case.dtype.itemsize
+    if mode == BOTH:
+        return Traffic(data=4 * plane + weights, weights=weights, again=plane + weights)
+    return Traffic(data=2 * plane, weights=weights)
 
 
 def operations(case: Case, mode: str) -> int:
@@ -232,7 +233,7 @@ FAMILY = Family(
     layouts=tuple(LAYOUTS),
     build=build,
     reference=reference,
-    bytes_moved=bytes_moved,
+    traffic=traffic,
     operations=operations,
     checked=tuple(
         Case("squeeze_excite", name, shape, "float32", extra={"reduced": reduced})

@@ -1,0 +1,80 @@
+"""The host's part of a call, beside that of an operator which does nothing.
+
+What an empty operator with as many tensors takes is torch's own part: the dispatcher and autograd.
+Only a CUDA graph takes that away.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .baselines import OURS, caller
+from .families.family import STEP, Workload
+from .measure import Call, LoopTimer, interleave
+from .statistics import median
+
+_LIBRARY = torch.library.Library("fusewise_empty", "DEF")
+
+
+def host(row: dict, tensors: int, device: str) -> dict | None:
+    """Of a row that was timed by both clocks: by how much its wall time exceeds its GPU time, and
+    the wall time of the empty operator; None where there is one clock only."""
+    ours = row["contenders"][OURS]
+    if not {"gpu", "wall"} <= ours.keys():
+        return None
+    return {
+        "overhead_us": ours["wall"]["median"] - ours["gpu"]["median"],
+        "empty_us": empty_us(device, tensors, row["mode"]),
+    }
+
+
+@cache
+def empty_us(device: str, tensors: int, mode: str) -> float:
+    """Wall time of a call in this mode; `tensors` are those that go in. As ours, it has one result,
+    and a gradient for each input."""
+    timer = LoopTimer(empty_call(device, tensors, mode), 1, device)
+    return median(interleave({"empty": timer}, rounds=15, budget=0.2)["empty"])
+
+
+def empty_call(device: str, tensors: int, mode: str) -> Call:
+    data, *weights = (torch.zeros((), device=device, requires_grad=True) for _ in range(tensors))
+    data.requires_grad_(mode != STEP)  # where the weights alone learn
+    gradients = [torch.ones((), device=device)]
+    return caller(empty, Workload([(data,)], gradients, tuple(weights), {}), mode)
+
+
+def empty(*tensors: Tensor) -> Tensor:
+    """As `fusewise.functional` calls its operators: directly, or in an autograd.Function."""
+    if torch.is_grad_enabled():
+        return _Empty.apply(*tensors)
+    return operator(len(tensors), 1)(*tensors)
+
+
+class _Empty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.save_for_backward(*tensors)
+        return operator(len(tensors), 1)(*tensors)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tensors = ctx.saved_tensors
+        found = operator(len(tensors) + 1, len(tensors))(*tensors, gradient)
+        return found if isinstance(found, (tuple, list)) else (found,)
+
+
+@cache
+def operator(inputs: int, outputs: int):
+    """Gives back the first of its tensors, in tensors of their own as every operator does."""
+    name = f"empty_{inputs}_{outputs}"
+    arguments = ", ".join(f"Tensor t{i}" for i in range(inputs))
+    results = ", ".join(["Tensor"] * outputs)
+    _LIBRARY.define(f"{name}({arguments}) -> ({results})")
+
+    def run(*tensors):
+        found = tuple(tensor.detach() for tensor in tensors[:outputs])
+        return found if outputs > 1 else found[0]
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    return getattr(torch.ops.fusewise_empty, name).default
