@@ -143,7 +143,7 @@ def _shares(axes, rows: list[dict], clock: str) -> None:
 
 
 def _megabytes(row: dict) -> float:
-    """What a call touches, in the cache or not; files of older runs have only what crosses memory."""
+    """What a call touches, in the cache or not; older files have only what crosses memory."""
     return row["floor"].get("touched_bytes", row["floor"]["bytes"]) / 1e6
 
 
