@@ -116,7 +116,7 @@ std::vector<Tensor> backward(const Tensor& gradient, const Tensor& x,
   }
   for (std::size_t i = 0; i < kWeights; ++i) {
     if ((needed >> (1 + i) & 1) == 0) continue;
-    const auto& [weight, name, state] = kAutoencoderWeights[i];
+    const auto& [weight, name, state, shape] = kAutoencoderWeights[i];
     const TensorView& like = call.weights.*weight;
     results.push_back(
         new_dense(x, like.dtype, {like.sizes.begin(), like.sizes.begin() + like.rank}));
