@@ -19,11 +19,11 @@ void each_part(std::string_view text, std::string_view separator, const Body& bo
   body(text);
 }
 
-bool is_number(std::string_view size) { return size.front() >= '0' && size.front() <= '9'; }
+bool is_digit(char letter) { return letter >= '0' && letter <= '9'; }
 
 /// One size as messages show it: "48" where all its letters are known, else "C" or "F * 48".
 std::string written_size(std::string_view size, const Sizes& sizes) {
-  if (is_number(size)) return std::string(size);
+  if (is_digit(size.front())) return std::string(size);
   std::int64_t known = 1;
   bool any_known = false;
   std::string text;
@@ -54,41 +54,47 @@ std::string written_shape(const char* shape, const Sizes& sizes) {
   return text;
 }
 
-/// Whether a size can be `value`; its only unknown letter then becomes known.
-bool fits(std::string_view size, std::int64_t value, Sizes& sizes) {
-  if (is_number(size)) return value == size.front() - '0';
-  std::int64_t known = 1;
-  char unknown = 0;
-  for (const char letter : size) {
-    if (sizes.knows(letter)) {
-      known *= sizes[letter];
-    } else if (unknown == 0) {
-      unknown = letter;
+/// Whether a tensor has the shape that `at` points to, which is left behind it. Sizes with one
+/// unknown letter tell what that is.
+bool fits_one(const char*& at, const TensorView& t, Sizes& sizes) {
+  bool fits = true;
+  int d = 0;
+  while (*at != 0 && *at != '|') {
+    std::int64_t known = 1;
+    char unknown = 0;
+    for (; *at != 0 && *at != ' '; ++at) {
+      if (is_digit(*at)) {
+        known = *at - '0';
+      } else if (sizes.knows(*at)) {
+        known *= sizes[*at];
+      } else {
+        fits = fits && unknown == 0;
+        unknown = *at;
+      }
+    }
+    if (*at == ' ') ++at;
+    fits = fits && d < t.rank;
+    if (!fits) continue;
+    const std::int64_t size = t.sizes[d++];
+    if (unknown == 0) {
+      fits = size == known;
+    } else if (known == 0 || size % known != 0) {
+      fits = false;
     } else {
-      return false;
+      sizes.set(unknown, size / known);
     }
   }
-  if (unknown == 0) return value == known;
-  if (known == 0 || value % known != 0) return false;
-  sizes.set(unknown, value / known);
-  return true;
+  if (*at == '|') at += 2;
+  return fits && d == t.rank;
 }
 
 bool fits(const char* shape, const TensorView& t, Sizes& sizes) {
-  bool found = false;
-  each_part(shape, " | ", [&](std::string_view alternative) {
-    if (found) return;
-    Sizes trial = sizes;
-    int d = 0;
-    bool all = true;
-    each_part(alternative, " ", [&](std::string_view size) {
-      all = all && d < t.rank && fits(size, t.sizes[d], trial);
-      ++d;
-    });
-    found = all && d == t.rank;
-    if (found) sizes = trial;
-  });
-  return found;
+  const std::uint32_t before = sizes.known();
+  while (*shape != 0) {
+    if (fits_one(shape, t, sizes)) return true;
+    sizes.forget_all_but(before);
+  }
+  return false;
 }
 
 struct Name {
@@ -146,17 +152,23 @@ void check_shape(const OperatorRules& rules, const GivenTensor& given,
     return check(t.rank == model->view->rank && t.sizes == model->view->sizes, Name{given},
                  ": expected ", Name{*model}, "'s shape ", *model->view, ", got ", t);
   }
-  const Sizes before = sizes;
-  check(fits(rule.shape, t, sizes), Name{given}, ": expected ", written_shape(rule.shape, before),
-        ", got ", t);
+  const std::uint32_t before = sizes.known();
+  if (!fits(rule.shape, t, sizes)) {
+    fail(Name{given}, ": expected ", written_shape(rule.shape, sizes), ", got ", t);
+  }
+  if (sizes.known() == before) return;
   for (const char* letter = rules.positive; *letter != 0; ++letter) {
-    if (before.knows(*letter) || !sizes.knows(*letter) || sizes[*letter] >= 1) continue;
-    fail(Name{given}, ": expected ", written_shape(rule.shape, before),
-         written_positive(rule.shape, rules.positive, before), ", got ", t);
+    if (!sizes.knows(*letter) || sizes[*letter] >= 1) continue;
+    sizes.forget_all_but(before);
+    fail(Name{given}, ": expected ", written_shape(rule.shape, sizes),
+         written_positive(rule.shape, rules.positive, sizes), ", got ", t);
   }
 }
 
 bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
+
+/// That of sums and of what is computed between input and output.
+DType wide_type(DType data) { return data == DType::f64 ? DType::f64 : DType::f32; }
 
 /// The types that a call has settled on, and which tensor said so.
 class Types {
@@ -175,7 +187,7 @@ class Types {
         }
         return agree(weight_, given);
       case Type::statistics: {
-        const DType wide = data_->view->dtype == DType::f64 ? DType::f64 : DType::f32;
+        const DType wide = wide_type(data_->view->dtype);
         return check(dtype == wide, Name{given}, ": expected dtype ", wide, ", got ", dtype);
       }
     }
@@ -277,6 +289,36 @@ Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> giv
   return sizes;
 }
 
+void check_choice(const ChoiceRule& choice, std::string_view word) {
+  std::string names;
+  for (const char* value : choice.values) {
+    if (word == value) return;
+    if (!names.empty()) names += value == choice.values.back() ? " or " : ", ";
+    names.append("'").append(value).append("'");
+  }
+  fail(choice.name, ": expected ", names, ", got '", word, "'");
+}
+
+TensorView foreseen(const TensorRule& rule, const Sizes& sizes, DType data, DType weight,
+                    Device device) {
+  TensorView t;
+  t.dtype = rule.type == Type::data ? data : rule.type == Type::weight ? weight : wide_type(data);
+  t.device = device;
+  t.rank = 0;
+  const std::string_view shape(rule.shape);
+  each_part(shape.substr(0, shape.find(" | ")), " ", [&](std::string_view size) {
+    std::int64_t product = 1;
+    for (const char letter : size) product *= is_digit(letter) ? letter - '0' : sizes[letter];
+    t.sizes[t.rank++] = product;
+  });
+  std::int64_t stride = 1;
+  for (int d = t.rank - 1; d >= 0; --d) {
+    t.strides[d] = stride;
+    stride *= t.sizes[d];
+  }
+  return t;
+}
+
 void check_memory(std::span<const GivenTensor> given) {
   std::vector<std::string> names;
   names.reserve(given.size());
@@ -288,20 +330,21 @@ void check_memory(std::span<const GivenTensor> given) {
   check_outputs(outputs, inputs);
 }
 
-std::string text_of(const OperatorRules& rules) {
+std::string text_of(const OperatorRules& rules, std::span<const bool> read,
+                    std::span<const bool> differentiable) {
   std::string text;
   const auto line = [&](std::initializer_list<std::string_view> fields) {
-    bool first = true;
     for (const std::string_view field : fields) {
-      if (!first) text += '\t';
+      if (!text.empty() && text.back() != '\n') text += '\t';
       text += field;
-      first = false;
     }
     text += '\n';
   };
-  for (const TensorRule* rule : rules.tensors) {
-    line({"tensor", rule->name, text_of(rule->role), rule->shape, text_of(rule->type),
-          rule->layout == Layout::dense ? "dense" : "any", rule->with});
+  for (std::size_t i = 0; i < rules.tensors.size(); ++i) {
+    const TensorRule& rule = *rules.tensors[i];
+    line({"tensor", rule.name, text_of(rule.role), rule.shape, text_of(rule.type),
+          rule.layout == Layout::dense ? "dense" : "any", read[i] ? "1" : "0",
+          differentiable[i] ? "1" : "0", rule.with});
   }
   for (const ChoiceRule& choice : rules.choices) {
     std::string values;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "fusewise/context.h"
 #include "fusewise/tensor.h"
@@ -77,26 +78,39 @@ struct GivenTensor {
 class Sizes {
  public:
   std::int64_t operator[](char letter) const { return values_[letter - 'A']; }
-  bool knows(char letter) const { return values_[letter - 'A'] >= 0; }
-  void set(char letter, std::int64_t value) { values_[letter - 'A'] = value; }
+  bool knows(char letter) const { return (known_ >> (letter - 'A') & 1) != 0; }
+  void set(char letter, std::int64_t value) {
+    values_[letter - 'A'] = value;
+    known_ |= 1u << (letter - 'A');
+  }
+
+  /// Which letters are known, a bit for each; and to forget the others again.
+  std::uint32_t known() const { return known_; }
+  void forget_all_but(std::uint32_t known) { known_ = known; }
 
  private:
-  static constexpr auto kUnknown = [] {
-    std::array<std::int64_t, 26> values;
-    values.fill(-1);
-    return values;
-  }();
-  std::array<std::int64_t, 26> values_ = kUnknown;
+  std::array<std::int64_t, 26> values_;
+  std::uint32_t known_ = 0;
 };
 
 /// Throws Error, which names the first tensor that is missing, on another device, or of a shape,
 /// type or layout that the rules do not allow.
 Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> given, Device device);
 
+/// Throws Error where the word is none of those that a choice has.
+void check_choice(const ChoiceRule& choice, std::string_view word);
+
+/// What a tensor that is not there yet will be, in the first of its shapes: dense, without data.
+/// `data` and `weight` are the types that the call's inputs have.
+TensorView foreseen(const TensorRule& rule, const Sizes& sizes, DType data, DType weight,
+                    Device device);
+
 /// Throws Error where an output may overlap another tensor of the call.
 void check_memory(std::span<const GivenTensor> given);
 
-/// The rules as text, a line for each tensor, choice and flag; fields are separated by tabs.
-std::string text_of(const OperatorRules& rules);
+/// The rules as text for torch's side: a line for each tensor, choice and flag, fields separated by
+/// tabs. For each tensor, whether backward reads it and whether it has a gradient.
+std::string text_of(const OperatorRules& rules, std::span<const bool> read,
+                    std::span<const bool> differentiable);
 
 }  // namespace fusewise

@@ -75,24 +75,35 @@ struct Operator {
   }
 };
 
+inline bool is_input(const TensorRule& rule) {
+  return rule.role == Role::input || rule.role == Role::optional_input;
+}
+inline bool is_saved(const TensorRule& rule) {
+  return rule.role == Role::saved || rule.role == Role::optional_saved;
+}
+
 /// The tensors of a call with their rules, in a fixed room.
 class GivenTensors {
  public:
+  enum class Which { all, inputs };
+
   template <typename F, typename B>
-  GivenTensors(const Operator<F, B>& op, const F& call) {
+  GivenTensors(const Operator<F, B>& op, const F& call, Which which = Which::all) {
     for (const auto& t : op.tensors) {
-      const bool written = t.role != Role::input && t.role != Role::optional_input;
+      if (which == Which::inputs && !is_input(t)) continue;
+      const bool written = !is_input(t);
       add(t, t.forward(const_cast<F&>(call)), false, written,
           t.role == Role::input || (t.role == Role::output && *t.with == 0));
     }
   }
   template <typename F, typename B>
-  GivenTensors(const Operator<F, B>& op, const B& call) {
+  GivenTensors(const Operator<F, B>& op, const B& call, Which which = Which::all) {
     B& tensors = const_cast<B&>(call);
     for (const auto& t : op.tensors) {
-      if (t.backward == nullptr) continue;
+      if (t.backward == nullptr || (which == Which::inputs && !is_input(t))) continue;
       add(t, t.backward(tensors), false, false, t.role == Role::input || t.role == Role::saved);
     }
+    if (which == Which::inputs) return;
     for (const auto& t : op.tensors) {
       if (t.gradient == nullptr) continue;
       const bool comes_in = t.role == Role::output;

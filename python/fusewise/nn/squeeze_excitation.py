@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from .._ops import SQUEEZE_EXCITE_ACTIVATIONS, SQUEEZE_EXCITE_GATES, missing_activation
+from .._ops import SQUEEZE_EXCITE, missing_activation
 from .._settings import TORCH, settings
 from ..functional._transforms import is_jit_tracing, is_symbolic, refuse_script
 from ..functional.squeeze_excite import ACTIVATIONS, GATES
@@ -47,8 +47,8 @@ class SqueezeExcitation(torch.nn.Module):
         whole("reduced", reduced)
         if activation is None:
             raise missing_activation()
-        one_of("activation", activation, SQUEEZE_EXCITE_ACTIVATIONS)
-        one_of("gate", gate, SQUEEZE_EXCITE_GATES)
+        one_of("activation", activation, SQUEEZE_EXCITE.choices["activation"])
+        one_of("gate", gate, SQUEEZE_EXCITE.choices["gate"])
         true_or_false("bias", bias)
         floating(dtype)
         self.activation = activation
