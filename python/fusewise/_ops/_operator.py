@@ -4,7 +4,6 @@ The checks are those of the C++ core, word for word, for the ways that do not re
 torch.func. Sizes may be symbols here.
 """
 
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -191,7 +190,7 @@ class Operator:
 
     def _empty(self, rule, tensors, sizes):
         """A dense tensor as the rule describes it, beside these inputs."""
-        shape = [prod(sizes[c] for c in size) for size in rule.shape.split(" | ")[0].split()]
+        shape = [_product(sizes[c] for c in size) for size in rule.shape.split(" | ")[0].split()]
         if rule.type == "statistics":
             return tensors[0].new_empty(shape, dtype=wide_dtype(tensors[0]))
         same = (t for r, t in zip(self.inputs, tensors, strict=False) if r.type == rule.type)
@@ -201,6 +200,14 @@ class Operator:
 def wide_dtype(x: Tensor) -> torch.dtype:
     """The type of sums, and of what is computed between input and output."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _product(values):
+    """Not math.prod, which torch.compile does not trace."""
+    result = 1
+    for value in values:
+        result = result * value
+    return result
 
 
 def _refuse(message: str):
@@ -221,7 +228,7 @@ def _fitted(wanted: list[str], shape: list[int], sizes: dict[str, int]) -> dict[
             if value != int(size):
                 return None
             continue
-        known = prod(found[letter] for letter in size if letter in found)
+        known = _product(found[letter] for letter in size if letter in found)
         unknown = [letter for letter in size if letter not in found]
         if len(unknown) > 1:
             return None
@@ -245,7 +252,7 @@ def _written_shape(shape: str, sizes: dict[str, int]) -> str:
         if size.isdigit():
             return size
         known = [sizes[letter] for letter in size if letter in sizes]
-        return " * ".join(unknown + ([str(prod(known))] if known else []))
+        return " * ".join(unknown + ([str(_product(known))] if known else []))
 
     return " or ".join(
         f"[{', '.join(written(size) for size in alternative.split())}]"

@@ -101,7 +101,7 @@ class SqueezeExcitation(torch.nn.Module):
     def _with_torch(self, x: Tensor) -> Tensor:
         # torch's pooling would take an image without a batch.
         if not is_symbolic(x) and not is_jit_tracing() and x.dim() != 4:
-            raise RuntimeError(f"x: expected 4 dimensions [N, C, H, W], got {list(x.shape)}")
+            raise RuntimeError(f"x: expected [N, C, H, W], got {list(x.shape)}")
         hidden = ACTIVATIONS[self.activation](self.fc1(F.adaptive_avg_pool2d(x, 1)))
         return x * GATES[self.gate](self.fc2(hidden))
 
