@@ -17,8 +17,8 @@ CTEST := PATH="$(BIN):$$PATH" $(BIN)/ctest -j $(shell nproc)
 CXX_FILES = $$(find include src bindings tests/cpp tests/fuzz examples benchmarks \
 	-name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: help setup build lint format test test-core test-sanitize test-compat mutants bench gpu gpu-soak \
-	clean
+.PHONY: help setup build lint format test test-core test-sanitize test-compat mutants bench fuzz-calls gpu \
+	PARTS gpu-summary gpu-soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -66,15 +66,28 @@ test-compat: build  ## the built library under the newest torch, and a clean `pi
 bench: build  ## measure against PyTorch; ARGS="--full --device cpu" and the like are passed on
 	$(BIN)/fusewise bench $(ARGS)
 
+fuzz-calls: build  ## random calls of every operator by the accuracy rule; ARGS="mlp --seed 1" and the like
+	$(BIN)/python tools/fuzz_calls.py $(ARGS)
+
 # With the python3 on the path where that has the right torch (nothing is installed), else .venv.
 mutants gpu gpu-soak: any_python = $$(python3 tools/has_torch.py && echo python3 || echo $(BIN)/python)
 mutants:  ## plant small bugs one at a time, each must fail its test; ARGS="--jobs 4 linear_act" picks
 	@python3 tools/has_torch.py || $(MAKE) setup
 	$(any_python) tools/mutants.py $(ARGS)
 
-gpu:  ## on a GPU: build, test, sanitize, measure; writes gpu-results/. STEPS="build test" picks, ARGS goes to the benchmark
+gpu:  ## on a GPU: build, test, sanitize, fuzz, measure, in parts; `make gpu PARTS` lists them, PART="a b" picks, AGAIN=1 repeats
+ifeq (,$(filter PARTS,$(MAKECMDGOALS)))
 	@python3 tools/has_torch.py || $(MAKE) setup
-	$(any_python) tools/gpu.py $(STEPS) --bench="$(ARGS)"
+	$(any_python) tools/gpu.py $(PART) $(if $(AGAIN),--again) --commit="$(COMMIT)" --bench="$(ARGS)"
+else
+	@:
+endif
+
+PARTS:
+	@python3 tools/gpu.py --list
+
+gpu-summary:  ## merge the files of all parts into gpu-results/summary.md; FROM="folder ..." where they are elsewhere
+	@python3 tools/gpu.py --summary $(FROM)
 
 gpu-soak:  ## on a GPU, after `make gpu`: a million calls with flat memory
 	PYTHONPATH="python:$${PYTHONPATH:-}" $(any_python) tools/soak.py

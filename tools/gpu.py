@@ -1,13 +1,19 @@
-"""Builds, tests, sanitizes and measures on a GPU, and writes what happened to gpu-results/.
+"""Builds, tests, sanitizes, fuzzes and measures on a GPU, in parts of at most eight minutes.
 
-    python3 tools/gpu.py [build] [test] [sanitize] [bench] [--bench "ARGUMENTS"]
+    python3 tools/gpu.py [PART ...] [--again] [--commit NAME] [--bench "ARGUMENTS"]
+    python3 tools/gpu.py --list
+    python3 tools/gpu.py --summary [FOLDER ...]
 
-Without steps all four, in that order; tests and sanitizers run side by side, as nothing is timed
-there. A step that fails is recorded and the next one runs; any failure makes the exit code 1.
-Installs nothing. summary.md is meant for docs/results/.
+Without parts all of them, and the summary. Every run builds what is missing first. A part that
+passed for the same sources is not run again, unless asked. What came of a part is one file,
+gpu-results/parts/PART.json; its logs, and what the benchmark wrote, are in PART.tar.gz beside it.
+A part that fails is recorded and the next one runs; any failure makes the exit code 1. Installs
+nothing. The summary is of all files in the folders, by default of gpu-results/parts, and meant for
+docs/results/.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -15,20 +21,36 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
-import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import gpu_parts
+from gpu_parts import ROOT, Job, Part
+from gpu_records import (
+    SLOWEST,
+    Failure,
+    Record,
+    Step,
+    Tests,
+    counted,
+    last_lines,
+    print_failures,
+    read_records,
+    read_tests,
+    state,
+    summary,
+)
+
 OUT = ROOT / "gpu-results"
-CTEST_BINARY = ROOT / "build" / "dev" / "tests" / "cpp" / "fusewise_tests"
+SECONDS = 480  # that a part may take
+NO_TESTS = 5  # pytest's exit code for a share without tests
 # The first CMake on the path may be a system's old one; one beside this Python is ours.
 ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -36,34 +58,27 @@ ENVIRONMENT = os.environ | {
         filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")])
     ),
 }
-SHARES = 12  # of the Python tests, side by side
-SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
-@dataclass
-class Outcome:
-    step: str
-    passed: bool
-    seconds: float
-    detail: str
-
-
-def run(step: str, command: list, timeout: int, show: bool = True, **environment) -> Outcome:
-    """Runs a command with its output in gpu-results/<step>.log and, where `show`, on the screen."""
-    print(f"\n=== {step}: {' '.join(map(str, command))}", flush=True)
+def run(job: Job, log: Path, timeout: float, show: bool, **environment) -> tuple[int, Step]:
+    """Runs a command with its output in a file and, where `show`, on the screen. The exit code, and
+    what came of it."""
+    print(f"=== {job.step}: {' '.join(map(str, job.command))}", flush=True)
     begin = time.monotonic()
     process = subprocess.Popen(
-        list(map(str, command)),
+        list(map(str, job.command)),
         cwd=ROOT,
-        env=ENVIRONMENT | environment,
+        env=ENVIRONMENT | job.environment | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,  # so that a timeout ends the children too
     )
+    stopped = threading.Event()
 
     def stop():
+        stopped.set()
         # The benchmark keeps what it has on the first of them.
         os.killpg(process.pid, signal.SIGINT)
         try:
@@ -74,9 +89,9 @@ def run(step: str, command: list, timeout: int, show: bool = True, **environment
     timer = threading.Timer(timeout, stop)
     timer.start()
     try:
-        with (OUT / f"{step}.log").open("w") as log:
+        with log.open("w") as file:
             for line in process.stdout:
-                log.write(line)
+                file.write(line)
                 if show:
                     print(line, end="", flush=True)
         code = process.wait()
@@ -84,20 +99,11 @@ def run(step: str, command: list, timeout: int, show: bool = True, **environment
         timer.cancel()
         if process.poll() is None:  # interrupted
             os.killpg(process.pid, signal.SIGKILL)
-    seconds = round(time.monotonic() - begin, 1)
-    detail = f"stopped after {timeout} s" if seconds >= timeout else f"exit code {code}"
-    return Outcome(step, code == 0, seconds, detail)
-
-
-def build() -> list[Outcome]:
-    configure = run(
-        "configure",
-        ["cmake", "--preset", "dev", "-DFUSEWISE_CUDA=ON", f"-DPython_EXECUTABLE={sys.executable}"],
-        timeout=60,
-    )
-    if not configure.passed:
-        return [configure]
-    return [configure, run("build", ["cmake", "--build", "--preset", "dev"], timeout=240)]
+    detail = f"stopped after {timeout:.0f} s" if stopped.is_set() else f"exit code {code}"
+    if job.found and (found := re.findall(job.found, log.read_text())):
+        detail += f", {found[-1]}"
+    passed = code == 0 and not stopped.is_set()
+    return code, Step(job.step, passed, round(time.monotonic() - begin, 1), detail)
 
 
 @contextmanager
@@ -121,159 +127,199 @@ def shared_gpu():
             subprocess.run([control], env=ENVIRONMENT | environment, input="quit\n", text=True)
 
 
-def test(**environment) -> list[Callable[[], Outcome]]:
-    ctest = ["ctest", "--preset", "dev", "-j", "4", "--output-junit", OUT / "ctest.xml"]
-    pytest = [sys.executable, "-m", "pytest", "-q", "--device=cuda"]
-
-    def counted(step: str, command: list) -> Outcome:
-        # Several at once: with all cores each, they would only wait for each other.
-        threads = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        outcome = run(step, command, timeout=400, show=False, **threads, **environment)
-        outcome.detail = count_tests(OUT / f"{step}.xml") or outcome.detail
-        return outcome
-
-    def python_tests(step: str, which: list) -> Callable[[], Outcome]:
-        return lambda: counted(step, [*pytest, *which, f"--junitxml={OUT / f'{step}.xml'}"])
-
-    # Those of tests/gpu need most of the memory, so they run one after the other.
-    return [
-        lambda: counted("ctest", ctest),
-        *(
-            python_tests(f"pytest-{i}", ["tests/python", f"--share={i}/{SHARES}"])
-            for i in range(SHARES)
-        ),
-        python_tests("pytest-gpu", ["tests/gpu"]),
-    ]
+def build(out: Path) -> tuple[list[Step], list[Failure]]:
+    configure = ["cmake", "--preset", "dev", "-DFUSEWISE_CUDA=ON"]
+    configure.append(f"-DPython_EXECUTABLE={sys.executable}")
+    steps = []
+    for name, command in (
+        ("configure", configure),
+        ("build", ["cmake", "--build", "--preset", "dev"]),
+    ):
+        log = out / f"{name}.log"
+        steps.append(run(Job(name, command), log, timeout=SECONDS / 2, show=True)[1])
+        if not steps[-1].passed:
+            return steps, [Failure(name, last_lines(log.read_text()))]
+    return steps, []
 
 
-def count_tests(junit: Path) -> str | None:
-    """ "120 passed, 3 skipped, 0 failed", or None where there is no report."""
-    if not junit.is_file():
-        return None
-    cases = list(ET.parse(junit).getroot().iter("testcase"))
-    failed = sum(
-        case.find("failure") is not None
-        or case.find("error") is not None
-        or case.get("status") == "fail"
-        for case in cases
+def run_jobs(part: Part, out: Path, arguments: str) -> tuple[list[Step], Tests]:
+    """All jobs of a part, side by side."""
+    jobs = part.jobs(out, arguments)
+    tests = Tests()
+
+    def one(job: Job, environment: dict) -> Step:
+        log = out / f"{job.step}.log"
+        code, step = run(job, log, SECONDS, show=len(jobs) == 1, **environment)
+        found = read_tests(out / f"{job.step}.xml")
+        if found is not None:
+            step.passed |= code == NO_TESTS and not found.counts
+            counts = counted(found.counts)
+            step.detail = counts if step.passed else f"{step.detail}, {counts}"
+            tests.add(found)
+        if not step.passed and not (found and found.failures):
+            tests.failures.append(
+                Failure(job.step, f"{step.detail}\n{last_lines(log.read_text())}")
+            )
+        return step
+
+    shared = shared_gpu() if part.shares_gpu else nullcontext({})
+    with shared as environment, ThreadPoolExecutor(len(jobs)) as pool:
+        steps = list(pool.map(lambda job: one(job, environment), jobs))
+    if list(out.glob("*.xml")) and not tests.counts["passed"] and not tests.failures:
+        tests.failures.append(Failure(part.name, f"no test ran: {counted(tests.counts)}"))
+    return steps, tests
+
+
+def run_part(part: Part, arguments: str) -> Record:
+    print(f"\n=== part {part.name}", flush=True)
+    out = OUT / part.name
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    begin = time.monotonic()
+    tests = Tests()
+    if part.name == "build":
+        steps, tests.failures = build(out)
+    elif missing := gpu_parts.missing_tool(part):
+        steps, tests.failures = [], [Failure(part.name, missing)]
+    else:
+        steps, tests = run_jobs(part, out, arguments)
+    environment = {} if part.name == "build" else describe()
+    written = out / "bench" / "summary.md"
+    record = Record(
+        part=part.name,
+        passed=not tests.failures and all(step.passed for step in steps),
+        seconds=round(time.monotonic() - begin, 1),
+        finished=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
+        commit=environment.get("commit") or commit(),
+        digest=gpu_parts.digest(part),
+        arguments=arguments if part.name.startswith("bench-") else "",
+        environment=environment,
+        steps=steps,
+        counts=dict(tests.counts),
+        skipped=dict(tests.skipped),
+        slowest=sorted(tests.seconds.items(), key=lambda e: -e[1])[:SLOWEST],
+        failures=tests.failures,
+        text=written.read_text() if written.is_file() else "",
     )
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    return f"{len(cases) - failed - skipped} passed, {skipped} skipped, {failed} failed"
+    with tarfile.open(archive(part.name), "w:gz") as tar:
+        tar.add(out, part.name)
+    return record
 
 
-def sanitize() -> list[Callable[[], Outcome]]:
-    """Every checker over a short list of Python calls, and over the C++ tests made for it."""
-    if shutil.which("compute-sanitizer") is None:
-        missing = Outcome("sanitize", False, 0, "compute-sanitizer is not on the path")
-        return [lambda: missing]
-    programs = {
-        family: [sys.executable, "tools/sanitizer_calls.py", family]
-        for family in ("squeeze_excite", "linear_act", "autoencoder")
-    }
-    if CTEST_BINARY.is_file():
-        programs["cpp"] = [CTEST_BINARY, "--gtest_filter=*Cuda*Short*"]
-
-    def check(tool: str, name: str) -> Outcome:
-        checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        # With its cache, torch hands out pieces of large blocks, and nothing is out of bounds.
-        uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        step = f"{tool}-{name}"
-        outcome = run(step, [*checker, *programs[name]], timeout=400, show=False, **uncached)
-        found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", (OUT / f"{step}.log").read_text())
-        outcome.detail += f", {found[-1] if found else 'no summary'}"
-        return outcome
-
-    jobs = [(tool, name) for tool in SANITIZERS for name in programs]
-    return [partial(check, tool, name) for tool, name in jobs]
+def archive(name: str) -> Path:
+    (OUT / "parts").mkdir(parents=True, exist_ok=True)
+    return OUT / "parts" / f"{name}.tar.gz"
 
 
-def side_by_side(jobs: list[Callable[[], Outcome]]) -> list[Outcome]:
-    with ThreadPoolExecutor(max(len(jobs), 1)) as pool:
-        outcomes = list(pool.map(lambda job: job(), jobs))
-    for outcome in outcomes:
-        log = OUT / f"{outcome.step}.log"
-        if not outcome.passed and log.is_file():
-            print(f"\n=== {outcome.step} failed:\n{log.read_text()[-4000:]}")
-    return outcomes
-
-
-def bench(arguments: str) -> Outcome:
-    command = [sys.executable, "-m", "fusewise", "bench", "--full", "--device", "cuda"]
-    out = OUT.relative_to(ROOT) / "bench"
-    return run("bench", [*command, *arguments.split(), "--out", out], timeout=420)
-
-
-STEPS = ("build", "test", "sanitize", "bench")
-
-
-def summarize(steps: list[str], bench_arguments: str, outcomes: list[Outcome]) -> None:
-    described = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import json; from fusewise.bench.environment import describe;"
-            "print(json.dumps(describe('cuda')))",
-        ],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
+@functools.cache
+def describe() -> dict:
+    """The machine; raises SystemExit where it has no GPU that torch can use."""
+    program = (
+        "import json; from fusewise.bench.environment import describe;"
+        "print(json.dumps(describe('cuda')))"
     )
-    environment = json.loads(described.stdout) if described.returncode == 0 else {}
-    command = "make gpu"
-    if steps != list(STEPS):
-        command += f' STEPS="{" ".join(steps)}"'
-    if bench_arguments:
-        command += f' ARGS="{bench_arguments}"'
-    results = OUT / "bench" / "results.json"
-    measured = "bench" in steps and results.is_file()
-    summary = {
-        "command": command,
-        "environment": environment,
-        "passed": all(outcome.passed for outcome in outcomes),
-        "steps": [asdict(outcome) for outcome in outcomes],
-        "bench": json.loads(results.read_text()) if measured else None,
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"gpu: this machine cannot be used: {done.stderr.strip()[-600:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def commit() -> str:
+    """Where the library that could tell it is not built."""
+    if named := ENVIRONMENT.get("FUSEWISE_COMMIT"):
+        return named
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def run_parts(parts: list[Part], again: bool, arguments: str) -> bool:
+    """Whether all passed: now, or before for the same sources."""
+    known = read_records([OUT / "parts"])
+    done = []
+    builds = gpu_parts.all_parts()["build"]
+    for part in [builds, *(part for part in parts if part.name != "build")]:
+        benchmarks = arguments if part.name.startswith("bench-") else ""
+        current = state(known.get(part.name), gpu_parts.digest(part), benchmarks) == "passed"
+        if current and not again and part is not builds:
+            print(f"{part.name}: passed already for these sources; AGAIN=1 runs it again")
+            continue
+        record = run_part(part, arguments)
+        if part is not builds or not (current and record.passed):
+            # Of a build that had nothing to do, the time that it once took is kept.
+            record.write(OUT / "parts" / f"{part.name}.json")
+        done.append(record)
+        if part is builds:
+            if not record.passed:
+                break
+            describe()
+    print_failures(done)
+    print()
+    for record in done:
+        told = counted(record.counts) if record.counts else ""
+        word = "passed" if record.passed else "FAILED"
+        print(f"{record.part}: {word}, {record.seconds:.0f} s {told}".rstrip())
+    return all(record.passed for record in done)
+
+
+def list_parts() -> None:
+    """With how long each took when it last ran: here, or in a summary that is kept."""
+    records = read_records([OUT / "parts"])
+    kept = {}
+    for path in sorted((ROOT / "docs" / "results").glob("*/parts.json")):
+        kept |= json.loads(path.read_text())
+    for name, part in gpu_parts.all_parts().items():
+        record = records.get(name)
+        seconds = record.seconds if record else kept.get(name, {}).get("seconds")
+        took = f"{seconds:4.0f} s" if seconds is not None else "   ? s"
+        word = state(record, gpu_parts.digest(part)) if record else ""
+        print(f"{name:24} {took}  {word}".rstrip())
+
+
+def write_summary(folders: list[Path]) -> bool:
+    """summary.md, and parts.json with the figures that `list_parts` reads."""
+    records = read_records(folders)
+    digests = {name: gpu_parts.digest(part) for name, part in gpu_parts.all_parts().items()}
+    good, page = summary(records, digests)
+    OUT.mkdir(exist_ok=True)
+    (OUT / "summary.md").write_text(page)
+    figures = {
+        name: {key: asdict(record)[key] for key in ("passed", "seconds", "commit", "digest")}
+        for name, record in records.items()
     }
-    (OUT / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-
-    lines = [f"# `{command}`: {'passed' if summary['passed'] else 'FAILED'}", ""]
-    lines += [f"- {key}: {value}" for key, value in environment.items()]
-    lines += ["", "| step | | seconds | |", "| --- | --- | ---: | --- |"]
-    lines += [
-        f"| {o.step} | {'passed' if o.passed else 'FAILED'} | {o.seconds} | {o.detail} |"
-        for o in outcomes
-    ]
-    lines.append("")
-    if measured:
-        lines.append((OUT / "bench" / "summary.md").read_text().replace("# ", "## "))
-    (OUT / "summary.md").write_text("\n".join(lines))
-    print("\n" + "\n".join(lines))
+    (OUT / "parts.json").write_text(json.dumps(figures, indent=1) + "\n")
+    print(page)
+    print(f"written to {OUT.name}/summary.md and parts.json")
+    return good
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
+    parser.add_argument("names", nargs="*", metavar="PART", help="without: all, and the summary")
+    parser.add_argument("--list", action="store_true", help="the parts, and how long they take")
+    parser.add_argument("--summary", action="store_true", help="of the folders, and no run")
+    parser.add_argument("--again", action="store_true", help="also what passed already")
+    parser.add_argument("--commit", help="what is tested, where git does not know")
     parser.add_argument("--bench", default="", help="arguments of the benchmark, as one string")
-    options = parser.parse_args()
-    unknown = [step for step in options.steps if step not in STEPS]
-    if unknown:
-        parser.error(f"unknown step {unknown[0]}; there are: {', '.join(STEPS)}")
-    steps = [step for step in STEPS if step in options.steps] or list(STEPS)
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir()
-    outcomes: list[Outcome] = []
-    try:
-        if "build" in steps:
-            outcomes += build()
-        with shared_gpu() if "test" in steps else nullcontext() as environment:
-            jobs = test(**environment) if "test" in steps else []
-            jobs += sanitize() if "sanitize" in steps else []
-            outcomes += side_by_side(jobs)
-        if "bench" in steps:
-            outcomes.append(bench(options.bench))
-    finally:
-        summarize(steps, options.bench, outcomes)
-    return int(not all(outcome.passed for outcome in outcomes))
+    options = parser.parse_args(arguments)
+    if options.commit:
+        ENVIRONMENT["FUSEWISE_COMMIT"] = options.commit
+    if options.list:
+        list_parts()
+        return 0
+    if options.summary:
+        return int(not write_summary([Path(name) for name in options.names] or [OUT / "parts"]))
+    parts = gpu_parts.all_parts()
+    if unknown := [name for name in options.names if name not in parts]:
+        parser.error(f"unknown part {unknown[0]}; there are: {', '.join(parts)}")
+    chosen = [part for name, part in parts.items() if name in options.names or not options.names]
+    good = run_parts(chosen, options.again, options.bench)
+    if not options.names:
+        good &= write_summary([OUT / "parts"])
+    return int(not good)
 
 
 if __name__ == "__main__":

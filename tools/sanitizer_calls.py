@@ -160,7 +160,7 @@ def autoencoder_calls() -> int:
 
 FAMILIES = {
     "squeeze_excite": squeeze_excite_calls,
-    "linear_act": linear_act_calls,
+    "linear": linear_act_calls,
     "autoencoder": autoencoder_calls,
 }
 

@@ -165,12 +165,12 @@ def _bench(chosen: argparse.Namespace) -> int:
 
 def _compare(chosen: argparse.Namespace) -> int:
     from .bench import compare, schema
-    from .report import show_tables
+    from .report import show
 
     found = compare.compare(schema.read(chosen.old), schema.read(chosen.new))
     if not found["rows"]:
         raise UsageError(f"{chosen.old} and {chosen.new} have no case in common")
-    show_tables(compare.tables(found), compare.lines(found))
+    show(*compare.lines(found), *compare.tables(found))
     return int(chosen.fail and bool(compare.worse(found)))
 
 
@@ -200,10 +200,10 @@ def _profile(chosen: argparse.Namespace) -> int:
 
 def _check(chosen: argparse.Namespace) -> int:
     from .bench import check
-    from .report import show_tables
+    from .report import show
 
     table, lines, passed = check.run(chosen.device or "")
-    show_tables([table], lines)
+    show(table, *lines)
     return int(not passed)
 
 
@@ -216,14 +216,14 @@ def _info(_: argparse.Namespace) -> int:
 
 def _lesson(chosen: argparse.Namespace) -> int:
     from . import lessons
-    from .report import show_tables
+    from .report import show
 
     if chosen.name is None:
         print("\n".join(f"{name:14} {lesson.title}" for name, lesson in lessons.LESSONS.items()))
         return 0
     _known("lesson", [chosen.name], lessons.LESSONS)
     found = lessons.run(chosen.name, chosen.device or "")
-    show_tables([found.table], found.lines)
+    show(found.table, *found.lines)
     return 0
 
 
@@ -243,4 +243,6 @@ def _make_writable(folder: Path) -> None:
 
 
 def _say_written(paths: list[Path]) -> None:
-    print("written:", ", ".join(map(str, paths)))
+    from .report import show
+
+    show(f"written to {paths[0].parent}: {', '.join(path.name for path in paths)}")

@@ -69,9 +69,12 @@ FUSEWISE_HOST_DEVICE inline A activation_gradient(A z, A gradient) {
     return gradient * (cdf + z * density);
   }
   if constexpr (kKind == Activation::gelu_tanh) {
-    const A t = tanh(gelu_argument(z));
+    // With s = sigmoid(2u), 1 - tanh(u)^2 is 4 s (1 - s), which the exponential of -2|u| gives with
+    // no cancellation where tanh(u) is almost 1.
+    const A u = gelu_argument(z), e = exp(u < A(0) ? A(2) * u : A(-2) * u);
+    const A larger = A(1) / (A(1) + e), smaller = e * larger;
     const A slope = A(0.79788456080286536) * (A(1) + A(3 * 0.044715) * z * z);
-    return gradient * (A(0.5) * (A(1) + t) + A(0.5) * z * (A(1) - t * t) * slope);
+    return gradient * ((u < A(0) ? smaller : larger) + A(2) * z * (smaller * larger) * slope);
   }
   if constexpr (kKind == Activation::hardswish) {
     if (z <= A(-3)) return A(0);

@@ -18,7 +18,7 @@ namespace {
 using Index = std::int64_t;
 
 constexpr Index kPieceElements = 64 * 1024;  // of a cheap pass, for one thread at a time
-constexpr Index kSumRows = 64;               // whose gradients are summed up together, in order
+constexpr Index kSumRows = 32;               // whose gradients are summed up together, in order
 
 Strides strides_of(const TensorView& t) { return {t.strides[0], t.strides[1]}; }
 Strides transposed(Strides strides) { return {strides.column, strides.row}; }

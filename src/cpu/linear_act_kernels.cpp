@@ -205,14 +205,22 @@ void differentiate_matrix(Activation kind, const T* dy, Index dy_stride, const s
   }
 }
 
+constexpr Index kChunkGroup = 32;
+
 template <typename T>
 void add_chunks(const AccumulatorOf<T>* chunks, Index count, Index columns, T* out) {
   using M = Memory<T>;
   using S = Memory<AccumulatorOf<T>>;
   const auto step = [&](Index i, auto... left) {
+    // By groups: a single sum of many equal terms is off by as many roundings to the same side.
     typename S::V sum{};
-    for (Index chunk = 0; chunk < count; ++chunk)
-      sum += S::load(chunks + chunk * columns + i, left...);
+    for (Index first = 0; first < count; first += kChunkGroup) {
+      typename S::V group{};
+      const Index last = count < first + kChunkGroup ? count : first + kChunkGroup;
+      for (Index chunk = first; chunk < last; ++chunk)
+        group += S::load(chunks + chunk * columns + i, left...);
+      sum += group;
+    }
     M::store(out + i, sum, left...);
   };
   Index i = 0;

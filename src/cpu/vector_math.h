@@ -202,9 +202,13 @@ V activation_gradient(V z, V gradient) {
     return gradient * (normal_cdf(z) + z * normal_density(z));
   }
   if constexpr (kKind == Activation::gelu_tanh) {
-    const V t = tanh(gelu_argument(z));
+    // With s = sigmoid(2u), 1 - tanh(u)^2 is 4 s (1 - s), which the exponential of -2|u| gives with
+    // no cancellation where tanh(u) is almost 1. Denormal exponentials are 0: they are slow.
+    const V u = gelu_argument(z), size = select(u < 0, -u, u);
+    const V e = select(size > 40, V{}, exp(-2 * select(size > 40, V{} + 40, size)));
+    const V larger = 1 / (1 + e), smaller = e * larger;
     const V slope = lane(V{}, 0.79788456080286536) * (1 + lane(V{}, 3 * 0.044715) * z * z);
-    return gradient * lane(V{}, 0.5) * (1 + t + z * (1 - t * t) * slope);
+    return gradient * (select(u < 0, smaller, larger) + 2 * z * (smaller * larger) * slope);
   }
   return gradient;
 }

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fusewise
-from fusewise.bench.accuracy import Results
+from fusewise.bench.accuracy import Expected, Results
 from fusewise.bench.families.linear_stack import ACTIVATIONS, Stack, undecided
 from fusewise.functional import linear_act, mlp
 from reference import DTYPES, assert_close, assert_right, misaligned, same_bits
@@ -142,13 +142,17 @@ class Case:
             able[operator] = [n for n in record.able if known is None or n in known]
         return [{operator: n} for operator, names in able.items() for n in names or ()]
 
-    def check_every_implementation(self):
+    def check_every_implementation(self, *others):
         """The rule, and bit-identical reruns, for the default choice and for each implementation
-        that takes the call; returns the names that were forced."""
+        that takes the call; returns the names that were forced.
+
+        `others`: more draws of the same sizes and layouts, held to the rule together with this
+        one. Where rows and weights are alike, few errors are independent, and the largest of a few,
+        ours or torch's, is a matter of luck."""
         checked = set()
         for choice in ({}, *self.implementations()):
             with fusewise.implementation(**choice):
-                first = self.check()
+                first = check_together(self, *others)
                 second = gradients(self)
             for output in first:
                 assert same_bits(first[output], second[output]), f"{choice}: {output} in a rerun"
@@ -193,6 +197,31 @@ class MlpCase(Case):
 
     def _named(self, expected):
         return expected
+
+
+def check_together(case, *others, fn=None):
+    """The rule for several calls as for one; returns what the first gave."""
+    if not others:
+        return case.check(fn)
+    cases = (case, *others)
+    eager = _stacked([each.expected() for each in cases])
+    calls = [recorded(each, fn) for each in cases]
+    ours = [each.results(*call) for each, call in zip(cases, calls, strict=True)]
+    assert_right(_stacked(ours), eager, computed_in=case.x.dtype)
+    for each, results, (_, kept) in zip(cases, ours, calls, strict=True):
+        each.check_bits(results, kept)
+    return calls[0][0]
+
+
+def _stacked(results):
+    """Results of several calls as those of one."""
+    expected = {}
+    for name in results[0].expected:
+        values, scales, decided = zip(*(each.expected[name] for each in results), strict=True)
+        sides = None if decided[0] is None else torch.stack(decided)
+        expected[name] = Expected(torch.stack(values), max(scales), sides)
+    outputs = {name: torch.stack([r.outputs[name] for r in results]) for name in results[0].outputs}
+    return Results(outputs, expected)
 
 
 def tf32(x):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusewise
 from fusewise import bench, cli
-from fusewise.bench import accuracy, progress, report, runner, schema
+from fusewise.bench import accuracy, progress, report, runner, schema, tables
 from fusewise.bench.baselines import caller
 from fusewise.bench.cases import read, recast, select
 from fusewise.bench.families import FAMILIES, autoencoder, squeeze_excite
@@ -192,15 +192,15 @@ def test_a_baseline_may_have_wall_time_alone(tmp_path):
     results["sums"] = list(runner.sums(results["rows"], cases))
     assert GRAPHED not in results["sums"][0]["against"]
     assert not schema.problem(results)
-    by_gpu, by_wall = (table.rows[-1] for table in report.tables(results))
-    assert "-" in by_gpu and "0.25x" in by_wall
+    table = tables.family_table(results, "squeeze_excite")
+    assert table.rows[-1][table.header.index("wall vs graphed")] == "0.25x"
+    assert "vs graphed" not in table.header
     assert "against graphed in wall time 0.25x" in report.one_line(results["rows"][0])
-    # Ours as a graph is a bound, not a rival.
-    assert not any("than graphed" in line for line in report.verdicts(results))
-    assert tmp_path / "speedup.png" in report.write(results, tmp_path)
+    assert tmp_path / "squeeze_excite-ratios.png" in report.write(results, tmp_path)
     for row in results["rows"]:
         row["against"] = {GRAPHED: row["against"][GRAPHED]}
-    assert tmp_path / "speedup.png" in report.write(results | {"sums": []}, tmp_path)
+    written = report.write(results | {"sums": []}, tmp_path)
+    assert tmp_path / "squeeze_excite-ratios.png" in written
 
 
 # --- what can go wrong -------------------------------------------------------------------------
@@ -231,16 +231,15 @@ def test_an_interrupt_before_the_first_row_leaves_older_results(tmp_path, monkey
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_no_plot_of_an_earlier_run_is_left(tmp_path):
-    """Without a baseline that could run there is no ratio to plot."""
-    for name in ("speedup.png", "mine.png"):
+    """Nor a plot where there is nothing to plot; without baselines there are still the floors."""
+    for name in ("mlp-ratios.png", "mine.png"):
         (tmp_path / name).write_text("older")
     results = gpu_results() | {"sums": [], "device": "cpu"}
     for row in results["rows"]:
         row["against"] = {}
     written = [path.name for path in report.write(results, tmp_path)]
-    assert "speedup.png" not in written and "floor.png" in written
+    assert "squeeze_excite-ratios.png" in written
     assert {path.name for path in tmp_path.iterdir()} == {*written, "mine.png"}
-    assert "On a CPU a copy is not the fastest" in (tmp_path / "report.html").read_text()
 
 
 def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, capsys):
@@ -297,11 +296,11 @@ def test_an_error_keeps_what_was_done(tmp_path, monkeypatch):
 def test_a_busy_machine_is_said_on_a_cpu_only():
     results = gpu_results()
     results["environment"]["load"] = 1.5
-    assert "BUSY" not in "".join(report.verdicts(results))
+    assert "BUSY" not in "".join(report.remarks(results))
     results["device"] = "cpu"
-    assert "BUSY MACHINE: others kept 1.5 of 2 cores busy" in report.verdicts(results)[0]
+    assert "BUSY MACHINE: others kept 1.5 of 2 cores busy" in report.remarks(results)[0]
     results["environment"]["load"] = 0.4
-    assert "BUSY" not in "".join(report.verdicts(results))
+    assert "BUSY" not in "".join(report.remarks(results))
 
 
 def test_info_names_versions_and_implementations(capsys):
@@ -361,13 +360,20 @@ def test_a_report_shows_losses_sums_kernels_and_memory(tmp_path):
     assert total["count"] == 32
     assert total["contenders"]["fusewise"]["gpu"]["median"] == pytest.approx(64.0)
     text = report.markdown(results)
-    assert "| efficientnet-b4, sum of 32 | forward |  | 32 | 64 | - | 50% | 0.50x SLOWER |" in text
-    assert "2.00x faster | not built | 2, 2 | 1.0, 1.0 |" in text
-    assert "gpu time against eager: 0 faster, 0 same, 12 slower" in text
-    assert "squeeze_excite forward, cluster declined 12 of the rows: the planes are small" in text
-    assert "SLOWER in gpu time than eager: b4-48x190 forward, b4-24x190 forward" in text
+    assert "| GPU time vs eager | 0 | 0 | 12 | 0.50x |" in text
+    assert "| GPU time vs compile | 12 | 0 | 0 | 2.00x |" in text
+    assert (
+        "| efficientnet-b4, sum of 32 | forward | 64 | 0.50x SLOWER | 2.00x | 50% | 640 |" in text
+    )
+    assert "| b4-48x190 | forward | GPU, eager | 0.50x SLOWER | 0.500 to 0.500 |" in text
+    assert "| squeeze_excite | forward | cluster | the planes are small | 12 |" in text
+    table = tables.family_table(results, "squeeze_excite")
+    found = dict(zip(table.header, table.rows[-1], strict=True))
+    assert (found["kernels"], found["eager's"]) == ("2", "2")
+    assert (found["peak MB"], found["eager's MB"]) == ("1", "1")
+    assert "vs naive" not in found  # it was not built, so it has no figure
     written = {path.name: path for path in report.write(results, tmp_path)}
-    for name in ("speedup.png", "floor.png", "size.png"):
+    for name in ("squeeze_excite-ratios.png", "squeeze_excite-sizes.png"):
         assert written[name].read_bytes().startswith(b"\x89PNG")
     page = written["report.html"].read_text()
     assert "the planes are small" in page and "0.50x SLOWER" in page

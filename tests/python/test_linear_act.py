@@ -81,6 +81,23 @@ def test_accuracy_by_layout_of_the_gradient(device, activation, layout):
         case.check_every_implementation()
 
 
+def test_bias_gradients_of_rows_that_are_all_alike(device):
+    """As of the gradient of a sum: every addition to a sum of equal terms rounds to the same side,
+    and in a single long sum these errors add up."""
+    for rows in (100, 197, 1000, 3000, 10000, 20000):
+        case = make_case((rows,), 5, 8, device, activation="identity", dy_layout="flat")
+        case.check_every_implementation()
+
+
+@pytest.mark.parametrize("dtypes", ("fp32", "fp64"))
+def test_slopes_of_gelu_tanh_far_from_zero(device, dtypes):
+    """There tanh is almost 1, and what is left of 1 - tanh^2 counts."""
+    for z in torch.linspace(-8, 8, 161).tolist():
+        case = make_case((4,), 1, 1, device, DTYPES[dtypes], "gelu_tanh", bias=False)
+        case.x, case.w = torch.full_like(case.x, z), torch.ones_like(case.w)
+        case.check()
+
+
 @pytest.mark.parametrize("dtypes", ("fp32", "fp16"))
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 3, 65, 129), repeat=2)), ids=str)
 def test_odd_sizes(device, dtypes, sizes):

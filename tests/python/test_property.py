@@ -7,6 +7,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from layouts import moved  # noqa: E402
 from reference import (  # noqa: E402
     ACTIVATIONS,
     DTYPES,
@@ -15,7 +16,7 @@ from reference import (  # noqa: E402
     make_case,
     squeeze_excite,
 )
-from strategies import moved, relaid  # noqa: E402
+from strategies import relaid  # noqa: E402
 
 
 @st.composite

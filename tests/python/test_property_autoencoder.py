@@ -17,7 +17,8 @@ from autoencoder_reference import (  # noqa: E402
     make_case,
 )
 from fusewise.bench.families.autoencoder import shapes  # noqa: E402
-from strategies import moved, relaid  # noqa: E402
+from layouts import moved  # noqa: E402
+from strategies import relaid  # noqa: E402
 
 
 @st.composite

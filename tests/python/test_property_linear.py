@@ -8,6 +8,7 @@ from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from fusewise.functional import linear_act, mlp  # noqa: E402
+from layouts import moved  # noqa: E402
 from linear_reference import (  # noqa: E402
     ACTIVATIONS,
     DTYPES,
@@ -17,7 +18,7 @@ from linear_reference import (  # noqa: E402
     make_case,
     make_mlp_case,
 )
-from strategies import moved, relaid  # noqa: E402
+from strategies import relaid  # noqa: E402
 
 SIZES = st.integers(1, 40)
 LEADING = st.lists(st.integers(1, 6), min_size=1, max_size=3)

@@ -9,7 +9,7 @@ import pytest
 from fusewise import cli
 from fusewise._usage import UsageError
 from fusewise.bench import schema
-from fusewise.bench.compare import compare, lines, worse
+from fusewise.bench.compare import compare, lines, tables, worse
 from fusewise.bench.statistics import summary
 from results import contender, gpu_results
 
@@ -137,6 +137,16 @@ def test_the_exit_code_of_compare(tmp_path, capsys):
     assert cli.main(["compare", *paths]) == 0
     assert cli.main(["compare", *paths, "--fail"]) == 1
     assert cli.main(["compare", *reversed(paths), "--fail"]) == 0
-    assert "| b4-48x190 forward | WORSE | 2 | 3 | 0.667 | 0.667 to 0.667 | 1.000 |" in (
-        capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| old / new | 95 % interval | same within | old µs | new µs |" in said
+    row = (
+        "| b4-48x190 | forward | WORSE | 0.667 | 0.667 to 0.667 | 0.980 to 1.020 | 2 | 3 | 1.000 |"
     )
+    assert row in said
+
+
+def test_the_interval_that_decides_is_shown():
+    """Eager moved by 1 / 1.2 in the first row, so ours may, too."""
+    for clock_table in tables(compare(*changed(2.2, 1.2))):
+        assert clock_table.rows[0][2:6] == ["same", "0.909", "0.909 to 0.909", "0.833 to 1.020"]
+        assert clock_table.rows[1][5] == "0.980 to 1.020"

@@ -27,7 +27,7 @@ def run(device: str) -> tuple[Table, list[str], bool]:
                 ]
     header = ["operator", "dtype", "layout", "forced", "verdict", "error", "allowed"]
     title = f"Against the reference, on {device}: forward and backward, with the named one forced"
-    table = Table(title, header, rows, text_columns=5)
+    table = Table(title, header, rows, text_columns=5, keep=5)
     wrong = sum(row[4] != "right" for row in rows)
     said = (
         f"{wrong} of {len(rows)} are WRONG: please report this with the output of `fusewise info`"

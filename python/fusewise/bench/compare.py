@@ -3,8 +3,9 @@
 from ..report import Table
 from .baselines import OURS
 from .environment import busy_machine
-from .report import CLOCKS, names, us_text
 from .statistics import Ratio, ratio_of_sums
+from .tables import names, us_text
+from .verdict import CLOCKS
 
 # Two runs of the same code on a quiet machine differ by so much in their medians now and then.
 _ALWAYS = 0.02
@@ -43,37 +44,45 @@ def worse(compared: dict) -> list[str]:
 
 
 def tables(compared: dict) -> list[Table]:
+    """Each verdict beside the two intervals that decide it."""
     found = []
     for clock, title in CLOCKS.items():
         rows = [
-            [row["name"], *_cells(row["clocks"][clock])]
+            [*row["names"], *_cells(row["clocks"][clock])]
             for row in compared["rows"]
             if clock in row["clocks"]
         ]
         if rows:
-            header = ["case", "verdict", "old µs", "new µs", "old / new", "95 % interval"]
-            header.append("eager old / new")
-            found.append(Table(title, header, rows, text_columns=2))
+            header = ["case", "direction", "verdict", "old / new", "95 % interval", "same within"]
+            header += ["old µs", "new µs", "eager, old / new"]
+            table = Table(title, header, rows, text_columns=3, keep=6)
+            found.append(table.without_empty_columns())
     return found
 
 
 def lines(compared: dict) -> list[str]:
-    found = compared["busy"] + [
-        f"other {key} than in the old run: {now}, then {then}; read the verdicts with care"
-        for key, (then, now) in compared["changed"].items()
-    ]
-    found += [f"only in the old run: {name}" for name in compared["only_old"]]
-    found += [f"only in the new run: {name}" for name in compared["only_new"]]
-    for clock in CLOCKS:
+    found = []
+    for clock, title in CLOCKS.items():
         said = [
             row["clocks"][clock]["verdict"] for row in compared["rows"] if clock in row["clocks"]
         ]
         if said:
             counts = (f"{said.count(word)} {word}" for word in ("better", "same", "worse"))
-            found.append(f"{clock} time: {', '.join(counts)}")
+            found.append(f"{title}: {', '.join(counts)}")
     if names_of_worse := worse(compared):
         found.append(f"WORSE: {', '.join(names_of_worse)}")
-    return found
+    found += compared["busy"] + [
+        f"other {key} than in the old run: {now}, then {then}; read the verdicts with care"
+        for key, (then, now) in compared["changed"].items()
+    ]
+    for when in ("old", "new"):
+        if only := compared[f"only_{when}"]:
+            found.append(f"only in the {when} run: {', '.join(only)}")
+    return [
+        *found,
+        "better, worse: the whole 95 % interval of old / new lies outside of `same within`, which "
+        f"is {_ALWAYS:.0%} either way, or the interval of eager's old / new where that is wider",
+    ]
 
 
 def _key(row: dict) -> tuple:
@@ -85,7 +94,7 @@ def _key(row: dict) -> tuple:
 
 
 def _row(old: dict, new: dict) -> dict:
-    name = " ".join(names(new))
+    named = {"names": names(new), "name": " ".join(names(new))}
     if "failed" in old or "failed" in new:
         clock = next(
             (
@@ -100,7 +109,7 @@ def _row(old: dict, new: dict) -> dict:
         if "failed" in new and "failed" not in old:
             verdict = "worse"
         said = new.get("failed", f"before: {old.get('failed')}")
-        return {"name": name, "clocks": {clock: {"verdict": verdict, "said": said}}}
+        return named | {"clocks": {clock: {"verdict": verdict, "said": said}}}
     clocks = {}
     for clock in CLOCKS:
         if all(clock in row["contenders"][OURS] for row in (old, new)):
@@ -111,7 +120,7 @@ def _row(old: dict, new: dict) -> dict:
                 "old": old["contenders"][OURS][clock]["median"],
                 "new": new["contenders"][OURS][clock]["median"],
             }
-    return {"name": name, "clocks": clocks}
+    return named | {"clocks": clocks}
 
 
 def _change(old: dict, new: dict, who: str, clock: str) -> Ratio:
@@ -125,19 +134,20 @@ def _judge(change: Ratio, control: Ratio | None) -> dict:
     low = min(1 - _ALWAYS, control.low if control else 1)
     high = max(1 + _ALWAYS, control.high if control else 1)
     verdict = "better" if change.low > high else "worse" if change.high < low else "same"
-    return {"verdict": verdict, "change": change, "control": control}
+    return {"verdict": verdict, "change": change, "control": control, "same": (low, high)}
 
 
 def _cells(found: dict) -> list[str]:
     verdict = "WORSE" if found["verdict"] == "worse" else found["verdict"]
     if "said" in found:
-        return [f"{verdict}: {found['said']}", "-", "-", "-", "-", "-"]
+        return [f"{verdict}: {found['said']}", *["-"] * 6]
     change, control = found["change"], found["control"]
     return [
         verdict,
-        us_text(found["old"]),
-        us_text(found["new"]),
         f"{change.value:.3f}",
         f"{change.low:.3f} to {change.high:.3f}",
+        "{:.3f} to {:.3f}".format(*found["same"]),
+        us_text(found["old"]),
+        us_text(found["new"]),
         f"{control.value:.3f}" if control else "-",
     ]

@@ -34,14 +34,18 @@ class Bar(Progress):
 
     def __init__(self):
         from rich import progress
+        from rich.table import Column
 
+        # What runs now gets the room that is left, so that a long name shortens nothing else.
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         # Redrawn at each step and not by a thread, which would take time from what is measured.
         self._bar = progress.Progress(
             progress.BarColumn(bar_width=24),
             progress.MofNCompleteColumn(),
             progress.TimeRemainingColumn(elapsed_when_finished=True),
-            progress.TextColumn("{task.description}", markup=False),
+            progress.TextColumn("{task.description}", markup=False, table_column=rest),
             auto_refresh=False,
+            expand=True,
             speed_estimate_period=600,
         )
         self._task = self._bar.add_task("")

@@ -1,42 +1,60 @@
-"""Results as lines, tables, Markdown and a page. Everything here starts from results.json."""
+"""Results on the terminal, as Markdown and as a page. Everything here starts from results.json."""
 
 import json
 import sys
 from collections import Counter
 from pathlib import Path
 
-from ..report import Section, Table, markdown_table, show_tables, write_page
-from .baselines import BOUNDS, OURS
+from .. import report
+from ..report import Bars, Plot, Section, Table, Tile, markdown_table, write_page
+from . import verdict
+from .baselines import OURS
 from .environment import busy_machine
+from .families import FAMILIES
+from .tables import (
+    family_table,
+    interval_text,
+    main_table,
+    median,
+    more_tables,
+    names,
+    ratio_text,
+    times_text,
+    us_text,
+)
+from .verdict import CLOCKS
 
-CLOCKS = {
-    "gpu": "GPU time (what the kernels cost)",
-    "wall": "Wall time (what a user waits, launches included)",
-}
 LEGEND = (
-    "Ratios are the baseline's time over ours: above 1, ours is faster. *same*: the 95 % interval "
-    "of the ratio holds 1. Floor: the longer of the bytes that must move at the measured copy "
-    "bandwidth and the operations at the measured matrix rate. ± is half the distance between the "
-    "quartiles. Bounds: *products*, the matrix products alone, less than what ours computes, and "
-    "*graphed*, ours as one CUDA graph."
+    "Ratios say how many times faster ours is: the baseline's time over ours. *same*: the 95 % "
+    "interval of the ratio holds 1. *slower*, in capitals: all of it is below 1. *of floor*: the "
+    "share of our time that the bytes which must move, or the operations, need at the rates "
+    "measured here. *±*: half the distance between the quartiles. *host µs*: wall time less GPU "
+    "time, and its share of the wall time; *empty µs*: the wall time of an empty operator with as "
+    "many tensors; *graph*: more than half of the wall time is that, so only a CUDA graph would "
+    "help. Yardsticks count in no verdict: *products*, the GEMMs alone, *layers*, the same layers "
+    "one by one, and *graphed*, ours as one CUDA graph."
 )
 
 
 def write(results: dict, folder: Path) -> list[Path]:
     """results.json, summary.md and, where matplotlib and jinja2 are there, plots and a page."""
-    for name in ("report.html", "speedup.png", "floor.png", "size.png"):
-        (folder / name).unlink(missing_ok=True)  # an earlier run's, which may not come again
     written = [folder / "results.json", folder / "summary.md"]
     written[0].write_text(json.dumps(results, indent=1) + "\n")
     written[1].write_text(markdown(results))
+    plotted = [f"{family}-{what}.png" for family in FAMILIES for what in ("ratios", "sizes")]
+    for name in ("report.html", *plotted):
+        (folder / name).unlink(missing_ok=True)  # an earlier run's, which may not come again
     try:
         from . import plots
 
-        drawn = plots.plots(results)
-        for plot in drawn:
+        plots.pyplot.close("all")
+        families = verdict.families(results)
+        ratios = {family: plots.ratios(results, family) for family in families}
+        sizes = {family: plots.sizes(results, family) for family in families}
+        for plot in sum([*ratios.values(), *sizes.values()], []):
             written.append(folder / f"{plot.name}.png")
             plot.figure.savefig(written[-1], dpi=110)
-        _write_page(results, folder / "report.html", drawn)
+        _write_page(results, folder / "report.html", ratios, sizes)
         written.append(folder / "report.html")
     except ImportError as error:
         missing = f"{error.name} is not installed; it comes with fusewise[bench]"
@@ -44,77 +62,101 @@ def write(results: dict, folder: Path) -> list[Path]:
     return written
 
 
-def _write_page(results: dict, path: Path, drawn: list) -> None:
-    facts = results["environment"] | dict(_ceilings(results))
-    legend = LEGEND.replace("*", "")
-    sections = [Section("Verdicts", verdicts(results), plots=drawn)]
-    sections.append(Section("Tables", [legend], [*tables(results), *_more_tables(results)]))
-    title = f"fusewise bench on {results['environment'].get('gpu', results['environment']['cpu'])}"
-    write_page(path, title, results["command"], facts, sections)
+def show(results: dict) -> None:
+    """On a terminal the headline, the losses and the families; elsewhere all of summary.md."""
+    if sys.stdout.isatty():
+        report.show(*terminal(results))
+    else:
+        print(markdown(results))
+
+
+def terminal(results: dict) -> list[Table | str]:
+    found = [headline(results), "", *remarks(results), losses(results)]
+    found += [family_table(results, family) for family in verdict.families(results)]
+    return [*found, "", LEGEND.replace("*", "")]
+
+
+def markdown(results: dict) -> str:
+    lines = ["# Benchmark", ""]
+    for part in (headline(results), *remarks(results), losses(results)):
+        lines += [part, ""] if isinstance(part, str) else markdown_table(part)
+    for family in verdict.families(results):
+        lines += markdown_table(family_table(results, family))
+    lines += [LEGEND, ""]
+    if declined := _declined(results):
+        lines += markdown_table(declined)
+    lines += ["## Environment", "", f"`{results['command']}`", ""]
+    lines += [f"- {key}: {value}" for key, value in _facts(results).items()]
+    return "\n".join([*lines, ""])
 
 
 def one_line(row: dict) -> str:
-    """A row as it is done, losses as plain as wins."""
+    """A row as it is done, losses as plain as wins. Floors are known only at the end of a run."""
     name = f"{row['case']} {row['mode']}"
     if "failed" in row:
         return f"{name}: {row['failed']}"
-    clock = main_clock(row)
-    parts = [f"{name}: {us_text(_median(row, OURS, clock))} µs, {_share(row, clock)} of the floor"]
-    for name, clocks in row["against"].items():
+    clock = next(clock for clock in CLOCKS if clock in row["contenders"][OURS])
+    parts = [f"{name}: {us_text(median(row, clock))} µs"]
+    for baseline, clocks in row["against"].items():
         known = clock if clock in clocks else "wall"
         said = "" if known == clock else " in wall time"
-        parts.append(f"against {name}{said} {_ratio(row, name, known)}")
+        parts.append(f"against {baseline}{said} {ratio_text(row, baseline, known)}")
     return ", ".join(parts)
 
 
-def tables(results: dict) -> list[Table]:
-    """One table for each clock, sums first."""
-    found = []
-    for clock, title in CLOCKS.items():
-        everything = results["sums"] + results["rows"]
-        rows = [row for row in everything if _counts_for(row, clock, results["device"])]
-        if not rows:
-            continue
-        header = ["case", "mode", "implementation", "floor µs", "fusewise µs", "±", "of floor"]
-        header += [f"vs {name}" for name in results["baselines"]]
-        on_gpu = clock == "gpu"
-        if on_gpu:
-            header += ["kernels, eager's", "peak MB, eager's"]
-        cells = [_cells(row, clock, results["baselines"], on_gpu) for row in rows]
-        found.append(Table(title, header, cells, text_columns=3))
-    return found
+# --- what the rows say together ------------------------------------------------------------------
 
 
-def verdicts(results: dict) -> list[str]:
-    """How often faster, same and slower, for each baseline and clock."""
-    lines = busy_machine(results["environment"]) if results["device"] == "cpu" else []
-    for clock in CLOCKS:
-        for name in results["baselines"]:
-            found = [
-                row["against"][name][clock]["verdict"]
-                for row in results["rows"]
-                if clock in row.get("against", {}).get(name, {})
-            ]
-            if found:
-                counts = ", ".join(
-                    f"{found.count(verdict)} {verdict}" for verdict in ("faster", "same", "slower")
-                )
-                lines.append(f"{clock} time against {name}: {counts}")
-    lines += [
-        f"SLOWER in {clock} time than {name}: {', '.join(losses)}"
-        for clock in CLOCKS
-        for name in results["baselines"]
-        if name not in BOUNDS and (losses := _losses(results, name, clock))
+def headline(results: dict) -> Table:
+    """How often faster, same and slower, and how much on average."""
+    rows = [
+        [
+            f"{CLOCKS[score.clock]} vs {score.rival}",
+            *map(str, (score.faster, score.same, score.slower)),
+            times_text(score.mean),
+        ]
+        for score in verdict.scores(results)
     ]
-    lines += _declined(results)
+    header = ["", "faster", "same", "slower", "times faster"]
+    title = f"{len(results['rows'])} rows on {_machine(results)}, times faster as geometric means"
+    return Table(title, header, rows)
+
+
+def remarks(results: dict) -> list[str]:
+    """What a reader must know beside the headline."""
+    lines = busy_machine(results["environment"]) if results["device"] == "cpu" else []
     failed = [row for row in results["rows"] if "failed" in row]
     lines += [f"NOT MEASURED: {one_line(row)}" for row in failed]
     if results["interrupted"]:
         lines.append("INTERRUPTED: what was done until then")
+    if count := sum(map(verdict.only_a_graph_helps, results["rows"])):
+        lines.append(
+            f"In {count} of {len(results['rows'])} rows an empty operator takes more than half of "
+            "the wall time: only a CUDA graph would help there."
+        )
     return lines
 
 
-def _declined(results: dict) -> list[str]:
+def losses(results: dict) -> Table | str:
+    found = verdict.losses(results)
+    if not found:
+        return "No losses: no rival is faster in any row."
+    rows = [
+        [
+            *names(loss.row),
+            f"{CLOCKS[loss.clock].removesuffix(' time')}, {loss.rival}",
+            ratio_text(loss.row, loss.rival, loss.clock),
+            interval_text(loss.ratio),
+        ]
+        for loss in found
+    ]
+    slow = len({id(loss.row) for loss in found})
+    title = f"Losses: in {slow} of {len(results['rows'])} rows a rival is faster"
+    header = ["case", "direction", "against", "times faster", "95 % interval"]
+    return Table(title, header, rows, text_columns=3, keep=4)
+
+
+def _declined(results: dict) -> Table | None:
     """Implementations that did not take a row, with the reasons, equal ones counted."""
     reasons = Counter(
         (row["family"], direction, name, reason)
@@ -122,168 +164,90 @@ def _declined(results: dict) -> list[str]:
         for direction, choice in row.get("implementation", {}).items()
         for name, reason in choice["declined"].items()
     )
-    return [
-        f"{family} {direction}, {name} declined {count} of the rows: {reason}"
-        for (family, direction, name, reason), count in reasons.items()
-    ]
+    rows = [[*key[:3], key[3], str(count)] for key, count in reasons.items()]
+    header = ["family", "direction", "declined", "because", "rows"]
+    return Table("Implementations that declined", header, rows, text_columns=4) if rows else None
 
 
-def _losses(results: dict, name: str, clock: str) -> list[str]:
-    return [
-        " ".join(names(row))
-        for row in results["rows"]
-        if row.get("against", {}).get(name, {}).get(clock, {}).get("verdict") == "slower"
-    ]
-
-
-def markdown(results: dict) -> str:
-    lines = ["# Benchmark", "", f"`{results['command']}`", ""]
-    lines += [f"- {key}: {value}" for key, value in results["environment"].items()]
-    lines += [f"- {key}: {value}" for key, value in _ceilings(results)]
-    lines += ["", *(f"- {line}" for line in verdicts(results)), ""]
-    for table in tables(results):
-        lines += markdown_table(table)
-    return "\n".join([*lines, LEGEND, ""])
-
-
-def show(results: dict) -> None:
-    """The tables on the terminal, or the whole of summary.md where the output is not one."""
-    if sys.stdout.isatty():
-        show_tables(tables(results), verdicts(results))
-    else:
-        print(markdown(results))
-
-
-def main_clock(row: dict) -> str:
-    """GPU time where there is one."""
-    return next(clock for clock in CLOCKS if clock in row["contenders"][OURS])
-
-
-def names(row: dict) -> tuple[str, str]:
-    if "cases" in row:
-        return f"{row['group']}, sum of {row['count']}", row["mode"]
-    return row["case"], row["mode"]
-
-
-def _ceilings(results: dict):
-    """What the floors were computed with."""
+def _facts(results: dict) -> dict:
+    """Where it was measured, and what the floors were computed with."""
+    found = dict(results["environment"])
     if "ceilings" in results:
         bandwidth = results["ceilings"]["copy_bytes_per_second"] / 1e9
-        yield "copy bandwidth, measured, read and written", f"{bandwidth:.1f} GB/s"
+        found["copy bandwidth, measured, read and written"] = f"{bandwidth:.1f} GB/s"
         rates = results["ceilings"]["matrix_operations_per_second"]
-        found = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates.items())
-        yield "matrix rate, measured, TFLOP/s", found
-
-
-def _more_tables(results: dict) -> list[Table]:
-    """For the page alone: intervals, where floors come from, how near is right, who declined."""
-    rows = results["rows"]
-    ratios = [
-        [*names(row), name, clock, *_ratio_cells(ratio)]
-        for row in results["sums"] + rows
-        for name, clocks in row.get("against", {}).items()
-        for clock, ratio in clocks.items()
-    ]
-    header = ["case", "mode", "baseline", "time", "verdict", "ratio", "95 % from", "to"]
-    intervals = Table("Ratios with their intervals", header, ratios, text_columns=5)
-    floors = [
-        [
-            *names(row),
-            " × ".join(map(str, row["shape"])),
-            row["dtype"],
-            row["layout"],
-            f"{row['floor']['bytes'] / 1e6:.3g}",
-            f"{row['floor']['operations'] / 1e6:.3g}",
-            us_text(row["floor"]["us"]),
-            row["floor"]["bound"],
-            *_check_cells(row),
-        ]
-        for row in rows
-    ]
-    header = ["case", "mode", "shape", "dtype", "layout", "MB", "million operations", "floor µs"]
-    header += ["bound by", "nearest to its bound", "error", "allowed"]
-    found = [intervals, Table("Floors and correctness", header, floors, text_columns=5)]
-    declined = [
-        [*names(row), direction, choice["chosen"], name, reason]
-        for row in rows
-        for direction, choice in row.get("implementation", {}).items()
-        for name, reason in choice["declined"].items()
-    ]
-    if declined:
-        header = ["case", "mode", "direction", "ran", "declined", "because"]
-        found.append(Table("Why others did not run", header, declined, text_columns=6))
+        said = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in rates.items())
+        found["matrix rate, measured, TFLOP/s"] = said
     return found
 
 
-def _ratio_cells(ratio: dict) -> list[str]:
-    figures = (f"{value:.3f}" for value in (ratio["ratio"], *ratio["interval"]))
-    return [_word(ratio), *figures]
+def _machine(results: dict) -> str:
+    return results["environment"].get("gpu", results["environment"]["cpu"])
 
 
-def _check_cells(row: dict) -> list[str]:
-    if "check" not in row:
-        return [row["failed"], "-", "-"]
-    return [
-        row["check"]["tensor"],
-        f"{row['check']['error']:.2g}",
-        f"{row['check']['allowed']:.2g}",
+# --- the page ------------------------------------------------------------------------------------
+
+
+def _write_page(
+    results: dict, path: Path, ratios: dict[str, list[Plot]], sizes: dict[str, list[Plot]]
+) -> None:
+    lost = losses(results)
+    sections = [
+        Section(
+            "",
+            [_intro(results), *remarks(results)],
+            tiles=[_tile(score) for score in verdict.scores(results)],
+            bars=_bars(results),
+        ),
+        Section("", [lost], box="good")
+        if isinstance(lost, str)
+        else Section("", tables=[lost], box="bad"),
     ]
+    for family in verdict.families(results):
+        table = main_table(results, family)
+        more = more_tables(results, family)
+        sections += [
+            Section(family, tables=[table], plots=ratios[family]),
+            Section(f"More on {family}", tables=more, plots=sizes[family], folded=True),
+        ]
+    sections.append(Section("How to read this", [LEGEND.replace("*", "")]))
+    if declined := _declined(results):
+        sections.append(Section(declined.title, tables=[declined], folded=True))
+    title = f"fusewise bench on {_machine(results)}"
+    write_page(path, title, results["command"], _facts(results), sections)
 
 
-def _counts_for(row: dict, clock: str, device: str) -> bool:
-    if "failed" in row:
-        return clock == ("gpu" if device == "cuda" else "wall")
-    return clock in row["contenders"][OURS]
+def _intro(results: dict) -> str:
+    here = results["environment"]
+    families = verdict.families(results)
+    return (
+        f"{len(results['rows'])} rows of {', '.join(families)}; {here['date']}, commit "
+        f"{here.get('commit', 'unknown')}. Geometric means over the rows of how many times faster "
+        "ours is. Same: the 95 % interval of a row's ratio holds 1."
+    )
 
 
-def _cells(row: dict, clock: str, baselines: list[str], on_gpu: bool) -> list[str]:
-    name, mode = names(row)
-    floor = us_text(row["floor"]["us"])
-    if "failed" in row:
-        blank = ["-"] * (3 + len(baselines) + 2 * on_gpu)
-        return [name, mode, row["failed"], floor, *blank]
-    chosen = (choice["chosen"] for choice in row.get("implementation", {}).values())
-    cells = [name, mode, " / ".join(dict.fromkeys(chosen)), floor]
-    cells += [us_text(_median(row, OURS, clock)), _spread(row, clock), _share(row, clock)]
-    cells += [_ratio(row, baseline, clock) for baseline in baselines]
-    if on_gpu:
-        cells.append(_ours_and_eagers(row, "kernels", "{:.0f}", 1))
-        cells.append(_ours_and_eagers(row, "peak_bytes", "{:.1f}", 1e6))
-    return cells
+def _tile(score: verdict.Score) -> Tile:
+    label = f"times faster than {score.rival}, {CLOCKS[score.clock]}"
+    counts = {word: getattr(score, word) for word in ("faster", "same", "slower")}
+    return Tile(f"{score.mean:.2f}", label, counts)
 
 
-def _ours_and_eagers(row: dict, key: str, form: str, unit: float) -> str:
-    found = (row["contenders"].get(who, {}).get(key) for who in (OURS, "eager"))
-    return ", ".join("-" if value is None else form.format(value / unit) for value in found)
-
-
-def _spread(row: dict, clock: str) -> str:
-    times = row["contenders"][OURS][clock]
-    if "quartiles" not in times:
-        return "-"
-    low, high = times["quartiles"]
-    return f"{(high - low) / 2 / times['median']:.1%}"
-
-
-def _ratio(row: dict, baseline: str, clock: str) -> str:
-    if clock not in row["against"].get(baseline, {}):
-        return row["contenders"].get(baseline, {}).get("unavailable", "-")
-    found = row["against"][baseline][clock]
-    word = "" if baseline in BOUNDS else f" {_word(found)}"
-    return f"{found['ratio']:.2f}x{word}"
-
-
-def _word(ratio: dict) -> str:
-    return "SLOWER" if ratio["verdict"] == "slower" else ratio["verdict"]
-
-
-def _median(row: dict, name: str, clock: str) -> float:
-    return row["contenders"][name][clock]["median"]
-
-
-def _share(row: dict, clock: str) -> str:
-    return f"{row['floor']['us'] / _median(row, OURS, clock):.0%}"
-
-
-def us_text(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+def _bars(results: dict) -> list[Bars]:
+    """By clock: a bar for each family and rival."""
+    found = []
+    for clock, title in CLOCKS.items():
+        groups = {
+            family: {
+                score.rival: score.mean
+                for score in verdict.scores(results, family)
+                if score.clock == clock
+            }
+            for family in verdict.families(results)
+        }
+        groups = {family: means for family, means in groups.items() if means}
+        if groups:
+            found.append(
+                Bars(f"Times faster by family, {title}; the line is 1, the same speed", groups)
+            )
+    return found

@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
+from .. import report
 from ..bench.environment import busy_machine
-from ..report import Plot, Section, Table, show_tables, write_page
+from ..report import Plot, Section, Table, write_page
 from .advice import advise
 from .analysis import LAUNCH_BOUND, ModuleKind, Profile, amdahl
 from .record import write_trace
@@ -14,8 +15,7 @@ _SMALLEST_SHARE = 0.005
 
 
 def show(profile: Profile) -> None:
-    show_tables(_tables(profile), [*_lines(profile), ""])
-    show_tables([_advice(profile)], [])
+    report.show(*_lines(profile), _advice(profile), *_tables(profile))
 
 
 def write(profile: Profile, folder: Path) -> list[Path]:
@@ -133,12 +133,9 @@ def _shown(profile: Profile) -> list[ModuleKind]:
 
 
 def _advice(profile: Profile) -> Table:
-    rows = [
-        [str(rank), item.what, item.why, _times(item.bound)]
-        for rank, item in enumerate(advise(profile), 1)
-    ]
-    header = ["", "try", "because", "step, at most"]
-    return Table("What to try first", header, rows, text_columns=3)
+    rows = [[item.what, item.why, _times(item.bound)] for item in advise(profile)]
+    header = ["try", "because", "step, at most"]
+    return Table("What to try first", header, rows, text_columns=2)
 
 
 def _plots(profile: Profile) -> list[Plot]:

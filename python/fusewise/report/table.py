@@ -1,10 +1,9 @@
-"""Tables: rich on a terminal, Markdown elsewhere. Losses are as visible as wins."""
+"""A table, its colours, and its form in Markdown."""
 
-import sys
 from dataclasses import dataclass
 
 # The words that give a cell or a line its colour, wherever it is shown.
-_BAD = ("SLOWER", "WORSE", "WRONG", "NOT MEASURED", "INTERRUPTED", "BUSY MACHINE")
+_BAD = ("SLOWER", "WORSE", "WRONG", "FAILED", "NOT MEASURED", "INTERRUPTED", "BUSY MACHINE")
 _GOOD = ("faster", "better", "right")
 
 
@@ -15,6 +14,24 @@ class Table:
     rows: list[list[str]]
     text_columns: int = 1
     """So many columns from the left are words; the others are figures, to the right."""
+    keep: int | None = None
+    """So many columns from the left are shown on every terminal, the others where there is room;
+    None: all."""
+
+    def without_empty_columns(self) -> "Table":
+        """Without the columns of figures in which no row has one."""
+        full = [
+            column < self.text_columns
+            or any(character.isdigit() for row in self.rows for character in row[column])
+            for column in range(len(self.header))
+        ]
+        return self.columns([column for column, has in enumerate(full) if has])
+
+    def columns(self, chosen: list[int]) -> "Table":
+        text = sum(column < self.text_columns for column in chosen)
+        keep = None if self.keep is None else sum(column < self.keep for column in chosen)
+        header, *rows = ([row[i] for i in chosen] for row in (self.header, *self.rows))
+        return Table(self.title, header, rows, text, keep)
 
 
 def tone(text: str) -> str:
@@ -32,37 +49,3 @@ def markdown_table(table: Table) -> list[str]:
         *("| " + " | ".join(cells) + " |" for cells in (table.header, ruler, *table.rows)),
         "",
     ]
-
-
-def show_tables(tables: list[Table], lines: list[str]) -> None:
-    """On the terminal, or as Markdown where the output is none or rich is not there."""
-    if sys.stdout.isatty():
-        try:
-            _show_rich(tables, lines)
-            return
-        except ImportError:
-            pass  # rich comes with fusewise[bench]
-    for table in tables:
-        print("\n".join(markdown_table(table)))
-    print("\n".join(lines))
-
-
-def _show_rich(tables: list[Table], lines: list[str]) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    console = Console()
-    styles = {"bad": "bold red", "good": "green", "": ""}
-    for table in tables:
-        shown = RichTable(title=table.title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-        for i, name in enumerate(table.header):
-            # Where the terminal is narrow others break their lines; the first says which row it is.
-            justify = "left" if i < table.text_columns else "right"
-            shown.add_column(name, justify=justify, no_wrap=i == 0, overflow="fold")
-        for row in table.rows:
-            shown.add_row(*(Text(cell, styles[tone(cell)]) for cell in row))
-        console.print(shown)
-    for line in lines:
-        console.print(Text(line, styles["bad"] if tone(line) == "bad" else ""), soft_wrap=True)

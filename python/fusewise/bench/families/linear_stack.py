@@ -148,6 +148,7 @@ def _slope(kind: str, z: Tensor) -> tuple[Tensor, Tensor]:
         density = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
         return cdf + z * density, cdf + z.abs() * density
     beta = math.sqrt(2 / math.pi)
-    t = torch.tanh(beta * (z + 0.044715 * z**3))
-    rest = 0.5 * z * (1 - t * t) * beta * (1 + 3 * 0.044715 * z * z)
-    return 0.5 * (1 + t) + rest, 0.5 * (1 + t.abs()) + rest.abs()
+    u = beta * (z + 0.044715 * z**3)
+    # sech(u)^2 and not 1 - tanh(u)^2, whose cancellation shows beside a float64 call.
+    rest = 0.5 * z / torch.cosh(u).square() * beta * (1 + 3 * 0.044715 * z * z)
+    return torch.sigmoid(2 * u) + rest, 0.5 * (1 + torch.tanh(u).abs()) + rest.abs()

@@ -1,0 +1,308 @@
+"""Random calls of every operator, held to the accuracy rule.
+
+    python3 tools/fuzz_calls.py [OPERATOR ...] [--device cuda] [--calls N] [--seed N] [--call I]
+
+Shapes, dtypes, strides, expanded tensors and gradients are drawn; every implementation that takes a
+call is checked, and mixed dtypes under autocast too. Without --seed each run draws other calls.
+Call I of a seed is always the same one, whatever ran before it: a failure prints the command that
+repeats it. Any failure makes the exit code 1.
+"""
+
+import argparse
+import dataclasses
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads only slow small calls down
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
+
+import torch  # noqa: E402
+
+import autoencoder_reference  # noqa: E402
+import fusewise  # noqa: E402
+import linear_reference  # noqa: E402
+import reference  # noqa: E402
+from fusewise._amx import avoid_broken_amx  # noqa: E402
+from layouts import Relay  # noqa: E402
+
+CALLS = 100  # of each operator
+DRAWS = 4  # that are held to the rule together, where a single one is a matter of luck
+SHOWN = 5  # failures of an operator that are printed in full
+
+
+# --- what is drawn: one or more cases, of which all but the first only steady the verdict ---------
+
+
+def size(rng, most):
+    """From 1 to `most`: small ones, multiples of 8 and anything else, a third of each."""
+    kind = rng.randrange(3)
+    if kind == 0:
+        return rng.randint(1, min(most, 9))
+    return rng.randint(1, most) if kind == 1 or most < 8 else 8 * rng.randint(1, most // 8)
+
+
+def batch(rng, most):
+    """Of rows or images; seldom none."""
+    return 0 if rng.random() < 0.02 else size(rng, most)
+
+
+def relaid(rng, t):
+    return Relay.drawn(rng, t.dim())(t)
+
+
+def draw_dtypes(rng):
+    return reference.DTYPES[rng.choice(sorted(reference.DTYPES))]
+
+
+def draw_squeeze_excite(rng, device):
+    shape = batch(rng, 9), size(rng, 150), size(rng, 15), size(rng, 15)
+    case = reference.make_case(
+        shape,
+        size(rng, 40),
+        device,
+        draw_dtypes(rng),
+        activation=rng.choice(reference.ACTIVATIONS),
+        gate=rng.choice(reference.GATES),
+        bias=(rng.random() < 0.7, rng.random() < 0.7),
+        convolution=rng.random() < 0.3,
+    )
+    case.x, case.dy = relaid(rng, case.x), relaid(rng, case.dy)
+    return [case]
+
+
+def draw_leading(rng):
+    return [batch(rng, 200)] if rng.random() < 0.6 else [size(rng, 6), batch(rng, 20)]
+
+
+def draw_rows(rng, rank):
+    """Layouts of x and dy. Never both with equal rows: a sum over them is one term many times, and
+    which way that rounds, in the vendor's product too, is a matter of luck."""
+    x, dy = (Relay.drawn(rng, rank) for _ in range(2))
+    return x, dataclasses.replace(dy, expanded=()) if x.expanded else dy
+
+
+def draw_linear_act(rng, device):
+    case = linear_reference.make_case(
+        draw_leading(rng),
+        size(rng, 150),
+        size(rng, 150),
+        device,
+        draw_dtypes(rng),
+        activation=rng.choice(sorted(linear_reference.ACTIVATIONS)),
+        bias=rng.random() < 0.7,
+    )
+    x_layout, dy_layout = draw_rows(rng, case.x.dim())
+    case.x, case.dy, case.w = x_layout(case.x), dy_layout(case.dy), relaid(rng, case.w)
+    return [case]
+
+
+def draw_mlp(rng, device):
+    """Several draws: where rows and weights are alike, few errors are independent."""
+    kinds, dtypes = sorted(linear_reference.ACTIVATIONS), draw_dtypes(rng)
+    activation, final_activation = rng.choice(kinds), rng.choice(kinds)
+    if final_activation == "relu" and dtypes[0].itemsize == 2:
+        # The reference knows the rounded activations of a call only where relu made them. Behind
+        # others, their rounding to half precision decides the sign of z, for torch too.
+        activation = "relu"
+    leading, bias = draw_leading(rng), rng.random() < 0.7
+    # A float64 reference is no better than a float64 call, and in deep stacks its own errors show.
+    layers = rng.randint(1, 2 if dtypes[0] == torch.float64 else 4)
+    sizes = [size(rng, 100) for _ in range(layers + 1)]
+    x_layout, dy_layout = draw_rows(rng, len(leading) + 1)
+    w_layouts = [Relay.drawn(rng, 2) for _ in sizes[1:]]
+    cases = []
+    for _ in range(DRAWS):
+        case = linear_reference.make_mlp_case(
+            leading,
+            sizes,
+            device,
+            dtypes,
+            activation=activation,
+            final_activation=final_activation,
+            bias=bias,
+        )
+        case.x, case.dy = x_layout(case.x), dy_layout(case.dy)
+        case.w = [layout(w) for layout, w in zip(w_layouts, case.w, strict=True)]
+        cases.append(case)
+    return cases
+
+
+def draw_autoencoder(rng, device):
+    """Several draws: the largest of a few rounding errors, ours or torch's, is a matter of luck."""
+    rows, dtypes = size(rng, 60), draw_dtypes(rng)
+    if rng.random() < 0.3:
+        sizes = autoencoder_reference.DEFAULT
+    else:
+        # Of a single value a norm sees nothing but rounding.
+        sizes = {
+            "n_mels": 1 + size(rng, 40),
+            "frames": rng.randint(1, 6),
+            "latent": 1 + size(rng, 30),
+            "slice_latent": 1 + size(rng, 40),
+        }
+    layout, output = rng.choice(["rows", "frames"]), rng.choice(autoencoder_reference.OUTPUTS)
+    case, *others = (
+        autoencoder_reference.make_case(rows, sizes, device, dtypes, layout, "rows", output)
+        for _ in range(DRAWS)
+    )
+    x = relaid(rng, case.x)
+    frames = x.reshape(rows, sizes["frames"], sizes["n_mels"])
+    if frames.double().std(-1).min() > 0.1:  # equal values leave norms nothing but noise
+        case.x = x
+    case.gradient = relaid(rng, case.gradient)
+    weights = [relaid(rng, w) if w.dim() == 2 else w for w in case.weights]
+    if not any(0 in w.stride() for w in weights):
+        case.weights = weights
+    return [case, *others]
+
+
+OPERATORS = {
+    "squeeze_excite": draw_squeeze_excite,
+    "linear_act": draw_linear_act,
+    "mlp": draw_mlp,
+    "autoencoder": draw_autoencoder,
+}
+
+
+def drawn(operator, device, seed, number):
+    rng = random.Random(f"{operator} {seed} {number}")
+    torch.manual_seed(rng.getrandbits(31))
+    return OPERATORS[operator](rng, device)
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def check(case, *others):
+    """The rule, for every implementation and under autocast."""
+    case.check_every_implementation(*others)
+    if case.x.dtype != case.inputs[1].dtype:
+        check_under_autocast(case, *others)
+
+
+def check_under_autocast(case, *others):
+    """Of float32 data that the half type holds exactly, so that the same values are right."""
+    scales_x = isinstance(case, reference.Case)  # and so keeps its dtype
+
+    def under_autocast(fn):
+        def call(x, *rest, **options):
+            with torch.autocast(x.device.type, x.dtype):
+                return fn(x if scales_x else x.float(), *rest, **options)
+
+        return call
+
+    check_together(case, *others, wrap=under_autocast)
+
+
+def check_together(case, *others, wrap=lambda fn: fn):
+    """The rule for several draws, and the operator as `wrap` calls it."""
+    if isinstance(case, autoencoder_reference.Case):
+        fn = wrap(autoencoder_reference.autoencoder)
+        autoencoder_reference.check_together(case, *others, fn=fn)
+    elif isinstance(case, linear_reference.Case):
+        linear_reference.check_together(case, *others, fn=wrap(case.ours))
+    else:
+        case.check(wrap(reference.squeeze_excite))
+
+
+def failures_by_implementation(case, *others):
+    """Which of them broke the rule, and by how much."""
+    for choice in ({}, *case.implementations()):
+        name = ", ".join(f"{key}={value}" for key, value in choice.items()) or "as chosen"
+        try:
+            with fusewise.implementation(**choice):
+                check_together(case, *others)
+        except Exception as error:
+            yield f"{name}: {error}"
+
+
+def described(case):
+    """Every argument; of a tensor dtype, shape, strides and where in its memory it starts."""
+    for field in dataclasses.fields(case):
+        value = getattr(case, field.name)
+        tensors = value if isinstance(value, list) else [value]
+        for i, t in enumerate(tensors):
+            name = f"{field.name}[{i}]" if isinstance(value, list) else field.name
+            if isinstance(t, torch.Tensor):
+                dtype = str(t.dtype).removeprefix("torch.")
+                layout = f"strides {list(t.stride())}, offset {t.storage_offset()}"
+                yield f"{name}: {dtype} {list(t.shape)}, {layout}"
+            elif not field.name.startswith("_"):
+                yield f"{name}: {t}"
+
+
+def report(error, cases, command):
+    print(f"\nFAILED: {type(error).__name__}: {error}")
+    for line in described(cases[0]):
+        print(f"  {line}")
+    if "CUDA error" not in str(error):  # after which no call works
+        for line in failures_by_implementation(*cases):
+            print(f"  {line}")
+    print(f"  repeat: {command}", flush=True)
+
+
+def fuzz(operator, device, seed, numbers):
+    """How many of the calls failed."""
+    failed = 0
+    for number in numbers:
+        cases = drawn(operator, device, seed, number)
+        command = (
+            f"python3 tools/fuzz_calls.py {operator} --device {device} --seed {seed} "
+            f"--call {number}"
+        )
+        try:
+            check(*cases)
+        except Exception as error:  # whatever a call raises is a finding
+            failed += 1
+            if failed <= SHOWN:
+                report(error, cases, command)
+            else:
+                print(f"FAILED: {command}")
+            if "CUDA error" in str(error):
+                break
+    return failed
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=", ".join(OPERATORS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--calls", type=int, default=CALLS, help=f"of each operator ({CALLS})")
+    parser.add_argument("--seed", type=int, help="without: a new one")
+    parser.add_argument("--call", type=int, help="only the one of this number")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.operators) - set(OPERATORS):
+        parser.error(f"unknown operator {min(unknown)}; there are: {', '.join(OPERATORS)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU was found")
+    avoid_broken_amx()
+    # Algorithms are measured anew, and the user's own file of them is left alone.
+    with tempfile.TemporaryDirectory(prefix="fusewise-fuzz-") as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        return run(options)
+
+
+def run(options):
+    seed = random.SystemRandom().randrange(10**9) if options.seed is None else options.seed
+    numbers = range(options.calls) if options.call is None else [options.call]
+    failed = 0
+    for operator in options.operators or OPERATORS:
+        begin = time.monotonic()
+        wrong = fuzz(operator, options.device, seed, numbers)
+        seconds = time.monotonic() - begin
+        print(
+            f"{operator}: {len(numbers)} calls, {wrong} failed, seed {seed}, {seconds:.0f} s",
+            flush=True,
+        )
+        failed += wrong
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,235 @@
+"""The parts of `make gpu`: what each runs, and which files of the tree it tests."""
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARES = 12  # of the tests in tests/python, side by side
+GPU_SHARES = 4  # of those in tests/gpu
+LARGE = "2_to_the_31"  # tests of that name take 45 GiB each, so they run one after the other
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+REST = "rest"  # tests that belong to no family
+
+
+@dataclass(frozen=True)
+class Family:
+    words: tuple[str, ...]
+    """A file with one of them in its path belongs to the family."""
+    bench: tuple[str, ...]
+    """What `fusewise bench` calls its operators."""
+    uses: tuple[str, ...] = ()
+    """Families whose files its own sources include."""
+
+
+FAMILIES = {
+    "squeeze_excite": Family(("squeeze_excit",), ("squeeze_excite",)),
+    "linear": Family(("linear", "mlp", "gemm"), ("linear_act", "mlp")),
+    "autoencoder": Family(("autoencoder",), ("autoencoder",), uses=("linear",)),
+}
+FUZZED = ("squeeze_excite", "linear_act", "mlp", "autoencoder")
+FUZZ_CALLS = 300
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command of a part. The jobs of a part run side by side."""
+
+    step: str
+    command: list
+    environment: dict = field(default_factory=dict)
+    found: str = ""
+    """Which text of its log belongs into the summary, as a regular expression."""
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    jobs: Callable[[Path, str], list[Job]]
+    """From the folder for what they write, and the arguments of the benchmark."""
+    sources: Callable[[], Iterable[Path]]
+    shares_gpu: bool = False
+    """Whether its jobs use the GPU together, by the multi-process service."""
+
+
+def owner(path: Path) -> str | None:
+    """The family that a file belongs to; None where it is everyone's."""
+    text = path.relative_to(ROOT).as_posix() if path.is_absolute() else path.as_posix()
+    names = (name for name, family in FAMILIES.items() if any(w in text for w in family.words))
+    return next(names, None)
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+COMPILED = ("CMakeLists.txt", "CMakePresets.json", "cmake", "include", "src", "bindings")
+PACKAGE = "python/fusewise"
+# What of the package measures and tells, and computes nothing that a test of an operator sees.
+MEASURING = tuple(f"{PACKAGE}/{name}/" for name in ("bench", "lessons", "profile", "report"))
+REFERENCES = (f"{PACKAGE}/bench/accuracy.py", f"{PACKAGE}/bench/families/")
+
+
+def files(*names: str) -> list[Path]:
+    """Those of the tree, without what a build or a run leaves there."""
+    found = []
+    for name in names:
+        path = ROOT / name
+        found += [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    left = ("__pycache__", "_lib")
+    return sorted(p for p in found if not any(part in left for part in p.parts))
+
+
+def operators(family: str | None = None) -> list[Path]:
+    """What computes: all of it, or without the other families' own files."""
+    package = [p for p in files(PACKAGE) if computes(p.relative_to(ROOT).as_posix())]
+    return of_family(family, files(*COMPILED) + package)
+
+
+def computes(path: str) -> bool:
+    return not path.startswith(MEASURING) or path.startswith(REFERENCES)
+
+
+def of_family(family: str | None, paths: list[Path]) -> list[Path]:
+    if family is None:
+        return paths
+    own = (None, family, *FAMILIES[family].uses)
+    return [path for path in paths if owner(path) in own]
+
+
+def test_files(folder: str, family: str) -> list[Path]:
+    """The tests of a family, or those of none."""
+    wanted = None if family == REST else family
+    return [p for p in sorted((ROOT / folder).glob("test_*.py")) if owner(p) == wanted]
+
+
+def helpers(*folders: str) -> list[Path]:
+    """What tests share."""
+    paths = files("tests/conftest.py", *folders)
+    return [p for p in paths if p.suffix == ".py" and not p.name.startswith("test_")]
+
+
+def digest(part: Part) -> str:
+    """Changes with every file that the part tests or runs."""
+    hashed = hashlib.sha256()
+    for path in sorted(set(part.sources())):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        hashed.update(f"{path.relative_to(ROOT).as_posix()} {content}\n".encode())
+    return hashed.hexdigest()[:16]
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def pytest_jobs(paths: list[Path], out: Path, shares: int) -> list[Job]:
+    # Several at once: with all cores each, they would only wait for each other.
+    threads = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "--device=cuda"]
+    command += [path.relative_to(ROOT) for path in paths]
+    chosen = {f"share-{i}": [f"--share={i}/{shares}"] for i in range(shares)}
+    if any(LARGE in path.read_text() for path in paths):
+        chosen = {step: [*options, "-k", f"not {LARGE}"] for step, options in chosen.items()}
+        chosen["large"] = ["-k", LARGE]
+    return [
+        Job(step, [*command, *options, f"--junitxml={out / f'{step}.xml'}"], threads)
+        for step, options in chosen.items()
+    ]
+
+
+def ctest_jobs(out: Path, _: str) -> list[Job]:
+    command = ["ctest", "--preset", "dev", "-j", "4", "--output-junit", out / "ctest.xml"]
+    return [Job("ctest", command, {"OMP_NUM_THREADS": "2"})]
+
+
+def sanitizer_jobs(program: list) -> list[Job]:
+    def command(tool):
+        checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        if tool == "racecheck":
+            # It reports hazards inside of cuBLAS's kernels of that name, which order their
+            # asynchronous copies by barriers that it does not follow. None of ours is called so.
+            checker += ["--kernel-name-exclude", "kernel_substring=nvjet"]
+        return [*checker, *program]
+
+    # With its cache, torch hands out pieces of large blocks, and nothing is out of bounds.
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    summary = r"(?:ERROR|RACECHECK) SUMMARY: (.*)"
+    return [Job(tool, command(tool), uncached, summary) for tool in SANITIZERS]
+
+
+def bench_jobs(names: tuple[str, ...], out: Path, arguments: str) -> list[Job]:
+    command = [sys.executable, "-m", "fusewise", "bench", *names, "--full", "--device", "cuda"]
+    folder = (out / "bench").relative_to(ROOT)
+    return [Job("bench", [*command, *arguments.split(), "--out", folder])]
+
+
+def fuzz_jobs(out: Path, _: str) -> list[Job]:
+    command = [sys.executable, "tools/fuzz_calls.py", "--device=cuda", f"--calls={FUZZ_CALLS}"]
+    threads = {"OMP_NUM_THREADS": "2"}
+    return [Job(name, [*command, name], threads, rf"{name}: (.* calls, .*)") for name in FUZZED]
+
+
+def python_part(kind: str, folder: str, family: str, shares: int) -> Part:
+    tests = test_files(folder, family)
+    shared = helpers("tests/python", folder)
+
+    def sources():
+        if family == REST:  # they look at anything
+            every = ("examples", "benchmarks", "tools", "pyproject.toml")
+            return [*files(*COMPILED, PACKAGE, *every), *shared, *tests]
+        return [*operators(family), *of_family(family, shared), *tests]
+
+    return Part(
+        f"{kind}-{family}", lambda out, _: pytest_jobs(tests, out, shares), sources, shares_gpu=True
+    )
+
+
+def sanitizer_part(family: str) -> Part:
+    script = "tools/sanitizer_calls.py"
+    return Part(
+        f"sanitize-{family}",
+        lambda out, _: sanitizer_jobs([sys.executable, script, family]),
+        lambda: [*operators(family), *files(script)],
+    )
+
+
+def bench_part(family: str) -> Part:
+    return Part(
+        f"bench-{family}",
+        lambda out, arguments: bench_jobs(FAMILIES[family].bench, out, arguments),
+        lambda: of_family(family, files(*COMPILED, PACKAGE, "benchmarks")),
+    )
+
+
+def cpp_sources() -> list[Path]:
+    return files(*COMPILED, "tests/cpp", "benchmarks/naive")
+
+
+def all_parts() -> dict[str, Part]:
+    """By name, in the order in which they run. `build` has no job of its own: every run builds."""
+    binary = ROOT / "build" / "dev" / "tests" / "cpp" / "fusewise_tests"
+    cpp_program = [binary, "--gtest_filter=*Cuda*Short*"]
+    with_rest = (*FAMILIES, REST)
+    parts = [
+        Part("build", lambda out, _: [], cpp_sources),
+        Part("cpp", ctest_jobs, cpp_sources, shares_gpu=True),
+        *(python_part("tests", "tests/python", family, SHARES) for family in with_rest),
+        *(python_part("gpu", "tests/gpu", family, GPU_SHARES) for family in with_rest),
+        *(sanitizer_part(family) for family in FAMILIES),
+        Part("sanitize-cpp", lambda out, _: sanitizer_jobs(cpp_program), cpp_sources),
+        Part(
+            "fuzz",
+            fuzz_jobs,
+            lambda: [*operators(), *helpers("tests/python"), *files("tools/fuzz_calls.py")],
+            shares_gpu=True,
+        ),
+        *(bench_part(family) for family in FAMILIES),
+    ]
+    return {part.name: part for part in parts}
+
+
+def missing_tool(part: Part) -> str | None:
+    """What the part needs and this machine does not have."""
+    if part.name.startswith("sanitize-") and shutil.which("compute-sanitizer") is None:
+        return "compute-sanitizer is not on the path"
+    return None
