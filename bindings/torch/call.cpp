@@ -192,12 +192,6 @@ Tensor new_like(const Tensor& like) {
                              [&] { return torch::stable::empty_like(like); }));
 }
 
-TensorView matrix_at(const TensorView& flat, std::int64_t offset, std::int64_t rows,
-                     std::int64_t columns) {
-  auto* start = static_cast<char*>(flat.data) + offset * size_of(flat.dtype);
-  return TensorView(start, flat.dtype, flat.device, {rows, columns});
-}
-
 std::string to_text(const Candidates& candidates) {
   std::string text;
   for (const Candidate& candidate : candidates) {

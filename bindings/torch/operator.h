@@ -52,7 +52,11 @@ class TorchCall {
         flag.forward(call) = take<bool>();
       }
     }
-    mode_ = take<std::int64_t>();
+    if constexpr (kBackward) {
+      mode_ = take<std::int64_t>();
+    } else {
+      mode_ = take<bool>() ? 1 : 0;
+    }
     implementation_ = take<Text>();
     call.implementation = implementation_;
   }
@@ -214,7 +218,7 @@ class OperatorBinding {
     if (backward) add("Tensor", "saved");
     for (const ChoiceRule& choice : kOperator.rules.choices) add("str", choice.name);
     for (const char* flag : kOperator.rules.flags) add("bool", flag);
-    add("int", backward ? "needed" : explains ? "backward" : "save");
+    add(backward ? "int" : "bool", backward ? "needed" : explains ? "backward" : "save");
     add("str", "implementation");
     const char* result = backward ? "Tensor[]" : explains ? "str" : "(Tensor, Tensor)";
     return std::string("_") + kOperator.rules.name + std::string(suffix) + "(" + arguments +

@@ -340,12 +340,12 @@ def test_tf32_is_as_torch_is_set():
     case = make_case(7, SMALL)
     with Calls() as calls:
         autoencoder(*case.inputs)
-    assert calls.seen[0][1][3] is False
+    assert calls.seen[0][1][-3] is False
     if torch.cuda.is_available():
         case = make_case(7, SMALL, "cuda")
         with Calls() as calls:
             autoencoder(*case.inputs)
-        assert calls.seen[0][1][3] == product_math(case.x)[0]
+        assert calls.seen[0][1][-3] == product_math(case.x)[0]
 
 
 # --- torch.compile and torch.export ------------------------------------------------------------
@@ -536,8 +536,9 @@ def test_integer_or_complex_dtype(case, name, dtype):
 def test_weights_of_two_dtypes(device, name):
     case = make_case(5, SMALL, device, DTYPES["fp16-fp32"])
     wrong = dict(zip(NAMES, case.inputs, strict=True))[name].half()
-    expected = "norm_weight" if name == "encoder_weight" else name
-    assert_refused(replaced(case, **{name: wrong}), expected, "as ")
+    # The first of them says what the others should have.
+    expected = "norm_bias" if name == "norm_weight" else name
+    assert_refused(replaced(case, **{name: wrong}), expected, "as norm_weight")
 
 
 @pytest.mark.parametrize(
@@ -552,7 +553,7 @@ def test_weights_of_two_dtypes(device, name):
 )
 def test_weights_of_another_dtype(device, x, weights):
     case = make_case(5, SMALL, device, (x, weights))
-    assert_refused(list(case.inputs), "encoder_weight", "as x")
+    assert_refused(list(case.inputs), "norm_weight", "as x")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -1039,7 +1040,7 @@ def test_bad_dtype():
 
 def test_errors_name_parameters_as_the_module_does(module, device):
     module.half()
-    said = r"^slice_encoder\.1\.weight: expected dtype float32 as x, got float16"
+    said = r"^slice_encoder\.0\.weight: expected dtype float32 as x, got float16"
     with pytest.raises(RuntimeError, match=said):
         module(torch.ones(2, 18, device=device))
 
@@ -1115,7 +1116,7 @@ def test_scores_from_cpp_are_pythons(tmp_path, dtype):
     done = run_score(tmp_path / "weights.safetensors", tmp_path / "rows.f32")
     if dtype == torch.float16:  # beside float32 rows they are of another type, and it says so
         assert done.returncode == 1
-        assert "encoder_weight: expected dtype float32 as x, got float16" in done.stderr
+        assert "norm_weight: expected dtype float32 as x, got float16" in done.stderr
         return
     assert done.returncode == 0, done.stderr
     scores = torch.tensor([float(line) for line in done.stdout.split()])

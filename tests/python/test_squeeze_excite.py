@@ -372,7 +372,7 @@ def test_compile_refuses_bad_shapes_while_tracing(device):
     torch._dynamo.reset()
     case = make_case((3, 6, 4, 5), 3, device)
     compiled = torch.compile(squeeze_excite, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=r"w2: expected \[6, 3\], got \[5, 3\]"):
+    with pytest.raises(Exception, match=r"w2: expected \[6, 3\] or .*, got \[5, 3\]"):
         compiled(case.x, case.w1, None, case.w2[:5], None, "silu")
 
 

@@ -76,7 +76,9 @@ class Function:
         for i, (direction, name) in enumerate(names.items()):
             if i > wants_gradient:
                 break
-            answer = self.operator.explain(*tensors, *words, *flags, i, getattr(settings, name))
+            answer = self.operator.explain(
+                *tensors, *words, *flags, i == 1, getattr(settings, name)
+            )
             record(self.name, direction, tensors[0], answer)
 
 
