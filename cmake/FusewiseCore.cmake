@@ -7,6 +7,7 @@ set(common_sources
   src/common/activation.cpp
   src/common/autoencoder.cpp
   src/common/choices.cpp
+  src/common/description.cpp
   src/common/linear_act.cpp
   src/common/mlp.cpp
   src/common/overlap.cpp

@@ -19,13 +19,12 @@ endif()
 
 function(fusewise_torch_library name core)
   add_library(${name} MODULE ${ARGN}
-    bindings/torch/autoencoder.cpp
     bindings/torch/build_info.cpp
     bindings/torch/call.cpp
     bindings/torch/failure.cpp
     bindings/torch/linear_act.cpp
     bindings/torch/products.cpp
-    bindings/torch/squeeze_excite.cpp)
+    bindings/torch/operators.cpp)
   target_compile_definitions(${name} PRIVATE TORCH_TARGET_VERSION=0x020b000000000000ULL)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
   target_include_directories(${name} SYSTEM PRIVATE ${torch_dir}/include)

@@ -14,6 +14,30 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
+/// As Python spells the types that the core does not know.
+const char* other_dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::ComplexHalf:
+      return "complex32";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    default:
+      return torch::headeronly::toString(type);
+  }
+}
+
 DType dtype_of(const char* name, const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float:
@@ -27,8 +51,7 @@ DType dtype_of(const char* name, const Tensor& tensor) {
     case ScalarType::Byte:
       return DType::u8;
     default:
-      fail(name, ": expected dtype float32, float64, float16 or bfloat16, got ",
-           torch::headeronly::toString(tensor.scalar_type()));
+      fail(name, ": expected a floating dtype, got ", other_dtype_name(tensor.scalar_type()));
   }
 }
 
@@ -167,12 +190,6 @@ Tensor new_like(const Tensor& like) {
   }
   return prepared(torch_call("a result", device_of("x", like), bytes_of(like),
                              [&] { return torch::stable::empty_like(like); }));
-}
-
-TensorView matrix_at(const TensorView& flat, std::int64_t offset, std::int64_t rows,
-                     std::int64_t columns) {
-  auto* start = static_cast<char*>(flat.data) + offset * size_of(flat.dtype);
-  return TensorView(start, flat.dtype, flat.device, {rows, columns});
 }
 
 std::string to_text(const Candidates& candidates) {

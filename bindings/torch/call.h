@@ -38,10 +38,6 @@ Tensor new_dense(const Tensor& like, DType dtype, std::vector<std::int64_t> size
 /// As torch.empty_like: strides and all. Throws OutOfMemory.
 Tensor new_like(const Tensor& like);
 
-/// A range of a one-dimensional dense tensor, seen as a matrix.
-TensorView matrix_at(const TensorView& flat, std::int64_t offset, std::int64_t rows,
-                     std::int64_t columns);
-
 /// For the operators that tell what would run: "name\tchosen\table\treason" a line.
 std::string to_text(const Candidates& candidates);
 

@@ -45,25 +45,26 @@ struct AutoencoderWeights {
 
 using AutoencoderWeight = TensorView AutoencoderWeights::*;
 
-/// A weight by its name here and its name in a state dict or a .safetensors file.
+/// A weight by its name here and its name in a state dict or a .safetensors file, with its shape.
 struct AutoencoderWeightName {
   AutoencoderWeight weight;
   const char* name;
   const char* state;
+  const char* shape;
 };
 
 inline constexpr AutoencoderWeightName kAutoencoderWeights[] = {
-    {&AutoencoderWeights::norm_weight, "norm_weight", "slice_encoder.0.weight"},
-    {&AutoencoderWeights::norm_bias, "norm_bias", "slice_encoder.0.bias"},
-    {&AutoencoderWeights::encoder_weight, "encoder_weight", "slice_encoder.1.weight"},
-    {&AutoencoderWeights::encoder_bias, "encoder_bias", "slice_encoder.1.bias"},
-    {&AutoencoderWeights::basis, "basis", "global_basis"},
-    {&AutoencoderWeights::mid_norm_weight, "mid_norm_weight", "bottleneck_mlp.0.weight"},
-    {&AutoencoderWeights::mid_norm_bias, "mid_norm_bias", "bottleneck_mlp.0.bias"},
-    {&AutoencoderWeights::mid_weight, "mid_weight", "bottleneck_mlp.1.weight"},
-    {&AutoencoderWeights::mid_bias, "mid_bias", "bottleneck_mlp.1.bias"},
-    {&AutoencoderWeights::decoder_weight, "decoder_weight", "slice_decoder.0.weight"},
-    {&AutoencoderWeights::decoder_bias, "decoder_bias", "slice_decoder.0.bias"},
+    {&AutoencoderWeights::norm_weight, "norm_weight", "slice_encoder.0.weight", "M"},
+    {&AutoencoderWeights::norm_bias, "norm_bias", "slice_encoder.0.bias", "M"},
+    {&AutoencoderWeights::encoder_weight, "encoder_weight", "slice_encoder.1.weight", "S M"},
+    {&AutoencoderWeights::encoder_bias, "encoder_bias", "slice_encoder.1.bias", "S"},
+    {&AutoencoderWeights::basis, "basis", "global_basis", "L FS"},
+    {&AutoencoderWeights::mid_norm_weight, "mid_norm_weight", "bottleneck_mlp.0.weight", "L"},
+    {&AutoencoderWeights::mid_norm_bias, "mid_norm_bias", "bottleneck_mlp.0.bias", "L"},
+    {&AutoencoderWeights::mid_weight, "mid_weight", "bottleneck_mlp.1.weight", "L L"},
+    {&AutoencoderWeights::mid_bias, "mid_bias", "bottleneck_mlp.1.bias", "L"},
+    {&AutoencoderWeights::decoder_weight, "decoder_weight", "slice_decoder.0.weight", "M S"},
+    {&AutoencoderWeights::decoder_bias, "decoder_bias", "slice_decoder.0.bias", "M"},
 };
 
 struct AutoencoderSizes {

@@ -33,13 +33,18 @@ inline void check_device(const char* name, const TensorView& t, Device device) {
   check(t.device == device, name, ": expected a tensor on ", device, ", got one on ", t.device);
 }
 
-inline void check_dense(const char* name, const TensorView& t) {
-  if (!t.defined()) return;
+/// Row-major, without gaps.
+inline bool is_dense(const TensorView& t) {
   std::int64_t stride = 1;
   for (int d = t.rank - 1; d >= 0; --d) {
-    check(t.sizes[d] <= 1 || t.strides[d] == stride, name, ": expected a dense tensor");
+    if (t.sizes[d] > 1 && t.strides[d] != stride) return false;
     stride *= t.sizes[d];
   }
+  return true;
+}
+
+inline void check_dense(const char* name, const TensorView& t) {
+  check(!t.defined() || is_dense(t), name, ": expected a dense tensor");
 }
 
 }  // namespace fusewise

@@ -55,7 +55,7 @@ TEST(AutoencoderErrors, EachArgument) {
     TensorView* gradients[] = {&backward.dy, &backward.dlatent, &backward.dscore};
     check(forward, *forward_outputs[output], outputs[output]);
     check(backward, *gradients[output], std::string("d") + outputs[output]);
-    for (const auto& [weight, name, state] : kAutoencoderWeights) {
+    for (const auto& [weight, name, state, shape] : kAutoencoderWeights) {
       check(forward, forward.weights.*weight, name);
       check(backward, backward.weights.*weight, name);
       check(backward, backward.gradients.*weight, std::string("d") + name);
@@ -68,39 +68,39 @@ TEST(AutoencoderErrors, MissingArguments) {
   AutoencoderForward forward = tensors.forward(0);
   forward.x = {};
   expect_error(tensors, forward, "x: is missing");
-  for (const auto& [weight, name, state] : kAutoencoderWeights) {
+  for (const auto& [weight, name, state, shape] : kAutoencoderWeights) {
     forward = tensors.forward(0);
     forward.weights.*weight = {};
     expect_error(tensors, forward, std::string(name) + ": is missing");
   }
   forward = tensors.forward(0);
   forward.y = {};
-  expect_error(tensors, forward, "y, latent, score: expected exactly one of them, got 0");
+  expect_error(tensors, forward, "y, latent and score: expected exactly one of them, got 0");
   forward = tensors.forward(0);
   forward.score = tensors.score.view();
-  expect_error(tensors, forward, "y, latent, score: expected exactly one of them, got 2");
+  expect_error(tensors, forward, "y, latent and score: expected exactly one of them, got 2");
   AutoencoderBackward backward = tensors.backward(1);
   backward.dlatent = {};
-  expect_error(tensors, backward, "dy, dlatent, dscore: expected exactly one of them, got 0");
+  expect_error(tensors, backward, "dy, dlatent and dscore: expected exactly one of them, got 0");
 }
 
 TEST(AutoencoderErrors, SizesThatDoNotFit) {
   const AutoencoderCase tensors = make();
   AutoencoderForward call = tensors.forward(0);
   call.x.sizes[1] = 17;
-  expect_error(tensors, call, "x: expected rows of 3 x 6 = 18 values, got 17");
+  expect_error(tensors, call, "x: expected [N, 18] or [N, 3, 6], got [2, 17]");
   call = tensors.forward(0);
   call.x.rank = 3;
   call.x.sizes = {2, 6, 3};
-  expect_error(tensors, call, "x: expected rows of 3 frames of 6 values, got [2, 6, 3]");
+  expect_error(tensors, call, "x: expected [N, 18] or [N, 3, 6], got [2, 6, 3]");
   call.x.sizes = {2, 3, 5};
-  expect_error(tensors, call, "x: expected rows of 3 frames of 6 values, got [2, 3, 5]");
+  expect_error(tensors, call, "x: expected [N, 18] or [N, 3, 6], got [2, 3, 5]");
   call = tensors.forward(0);
   call.y.sizes[0] = 3;
   expect_error(tensors, call, "y: expected x's shape [2, 18], got [3, 18]");
   call = tensors.forward(0);
   call.weights.basis.sizes[1] = 16;
-  expect_error(tensors, call, "basis: expected [L, F * 5] with L and F >= 1, got [4, 16]");
+  expect_error(tensors, call, "basis: expected [L, F * 5], got [4, 16]");
   call = tensors.forward(0);
   call.weights.encoder_weight.sizes[0] = 0;
   expect_error(tensors, call, "encoder_weight: expected [S, M] with S and M >= 1, got [0, 6]");
@@ -116,18 +116,18 @@ TEST(AutoencoderErrors, TypesThatDoNotGoTogether) {
   const AutoencoderCase tensors = make(), half = make(DType::f16);
   AutoencoderForward call = tensors.forward(0);
   call.weights.mid_bias.dtype = DType::f16;
-  expect_error(tensors, call, "mid_bias: expected dtype float32 as the other weights, got float16");
+  expect_error(tensors, call, "mid_bias: expected dtype float32 as norm_weight, got float16");
   call = tensors.forward(0);
-  for (const auto& [weight, name, state] : kAutoencoderWeights) {
+  for (const auto& [weight, name, state, shape] : kAutoencoderWeights) {
     (call.weights.*weight).dtype = DType::f16;
   }
-  expect_error(tensors, call, "encoder_weight: expected dtype float32 as x, got float16");
+  expect_error(tensors, call, "norm_weight: expected dtype float32 as x, got float16");
   call = half.forward(2);
   call.score.dtype = DType::f16;
   expect_error(half, call, "score: expected dtype float32, got float16");
   AutoencoderBackward backward = tensors.backward(0);
   backward.gradients.basis.dtype = DType::f64;
-  expect_error(tensors, backward, "dbasis: expected dtype float32 as the weights, got float64");
+  expect_error(tensors, backward, "dbasis: expected dtype float32 as norm_weight, got float64");
 }
 
 TEST(AutoencoderErrors, WeightsMustBeDense) {

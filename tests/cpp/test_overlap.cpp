@@ -309,7 +309,7 @@ TEST(OverlapRefused, Autoencoder) {
   const AutoencoderCase tensors = make_autoencoder(9, {6, 3, 4, 5}, DType::f32, DType::f32);
   const auto run = [](const auto& call) { autoencoder(Context{}, call); };
   const auto weights_of = [](AutoencoderWeights& weights, std::vector<TensorView*>& views) {
-    for (const auto& [weight, name, state] : kAutoencoderWeights) {
+    for (const auto& [weight, name, state, shape] : kAutoencoderWeights) {
       views.push_back(&(weights.*weight));
     }
   };

@@ -247,7 +247,7 @@ TEST(SafetensorsErrors, WeightsAreNamedAsInTheFile) {
   const auto header = [](const std::string& decoder_shape) {
     std::string text = "{";
     int place = 0;
-    for (const auto& [weight, name, state] : kAutoencoderWeights) {
+    for (const auto& [weight, name, state, expected] : kAutoencoderWeights) {
       const bool matrix = std::string(name).ends_with("weight") &&
                           std::string(name).find("norm") == std::string::npos;
       const bool basis = std::string(name) == "basis";

@@ -114,8 +114,8 @@ TEST(SqueezeExciteErrors, MissingArguments) {
   forward(&SqueezeExciteForward::w1, "w1: is missing");
   forward(&SqueezeExciteForward::w2, "w2: is missing");
   forward(&SqueezeExciteForward::y, "y: is missing");
-  forward(&SqueezeExciteForward::pooled, "pooled, hidden, gates: expected all three or none");
-  forward(&SqueezeExciteForward::gates, "pooled, hidden, gates: expected all three or none");
+  forward(&SqueezeExciteForward::pooled, "pooled, hidden and gates: expected all or none");
+  forward(&SqueezeExciteForward::gates, "pooled, hidden and gates: expected all or none");
   const auto backward = [&](TensorView SqueezeExciteBackward::* argument, const char* message) {
     SqueezeExciteBackward call = tensors.backward();
     call.*argument = {};
@@ -134,15 +134,15 @@ TEST(SqueezeExciteErrors, NothingToPool) {
   const SqueezeExcite tensors = make();
   SqueezeExciteForward call = tensors.forward();
   call.x.sizes[1] = 0;
-  expect_error(tensors, call, "x: expected at least one channel, got [2, 0, 4, 5]");
+  expect_error(tensors, call, "x: expected [N, C, H, W] with C, H and W >= 1, got [2, 0, 4, 5]");
   for (const int dimension : {2, 3}) {
     call = tensors.forward();
     call.x.sizes[dimension] = 0;
-    expect_error(tensors, call, "x: expected at least one pixel, got [2, 6, ");
+    expect_error(tensors, call, "x: expected [N, C, H, W] with C, H and W >= 1, got [2, 6, ");
   }
   call = tensors.forward();
   call.w1.sizes[0] = 0;
-  expect_error(tensors, call, "w1: expected [R, 6] with R >= 1, got [0, 6]");
+  expect_error(tensors, call, "w1: expected [R, 6] or [R, 6, 1, 1] with R >= 1, got [0, 6]");
 }
 
 TEST(SqueezeExciteErrors, WeightsMustBeDense) {

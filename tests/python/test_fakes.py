@@ -81,11 +81,11 @@ def test_squeeze_excite(device, layout, dtypes):
     w1, w2 = case.w1.T.contiguous().T, case.w2.T.contiguous().T  # as nobody keeps them
     inputs = (case.x, w1, case.b1, w2, case.b2, "silu", "sigmoid")
     for save in (False, True):
-        expect_as_told(_ops.squeeze_excite, *inputs, save, "")
-    _, saved = _ops.squeeze_excite(*inputs, True, "")
-    for needed in ((True,) * 5, (False, True, False, True, False)):
-        backward = (case.dy, case.x, w1, w2, saved, "silu", "sigmoid", *needed, "")
-        expect_as_told(_ops.squeeze_excite_backward, *backward)
+        expect_as_told(_ops.SQUEEZE_EXCITE.forward, *inputs, save, "")
+    _, saved = _ops.SQUEEZE_EXCITE.forward(*inputs, True, "")
+    for needed in (0b11111, 0b01010):
+        backward = (case.dy, case.x, w1, w2, saved, "silu", "sigmoid", needed, "")
+        expect_as_told(_ops.SQUEEZE_EXCITE.backward, *backward)
 
 
 @pytest.mark.parametrize("layout", ["rows", "frames", "spectrogram", "columns"])
@@ -96,8 +96,8 @@ def test_autoencoder(device, layout, output, dtypes):
     case = autoencoder_reference.make_case(8, sizes, device, dtypes, layout, output=output)
     weights = [w.mT.contiguous().mT if w.dim() == 2 else w for w in case.weights]
     for save in (False, True):
-        expect_as_told(_ops.autoencoder, case.x, weights, output, False, save, "")
-    _, projection = _ops.autoencoder(case.x, weights, output, False, True, "")
+        expect_as_told(_ops.AUTOENCODER.forward, case.x, *weights, output, False, save, "")
+    _, projection = _ops.AUTOENCODER.forward(case.x, *weights, output, False, True, "")
     for needed in ((1 << 12) - 1, 0b10, 0b100000100001):
-        backward = (case.gradient, case.x, weights, projection, output, False, needed, "")
-        expect_as_told(_ops.autoencoder_backward, *backward)
+        backward = (case.gradient, case.x, *weights, projection, output, False, needed, "")
+        expect_as_told(_ops.AUTOENCODER.backward, *backward)

@@ -153,26 +153,24 @@ def test_strides_of_results_are_those_of_empty_like(device, layout):
     case = make_case((2, 6, 4, 5), 3, device, layout=layout)
     expected = torch.empty_like(case.x).stride()
     y, saved = forward_op(*case.arguments, True, "")
-    needs = (True,) * 5
-    dx = backward_op(case.dy, case.x, case.w1, case.w2, saved, "silu", "sigmoid", *needs, "")[0]
+    arguments = (case.dy, case.x, case.w1, case.w2, saved, "silu", "sigmoid", 0b11111, "")
+    dx = backward_op(*arguments)[0]
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         fake_y, fake_saved = forward_op(*case.arguments, True, "")
-        fake_dx = backward_op(
-            case.dy, case.x, case.w1, case.w2, saved, "silu", "sigmoid", *needs, ""
-        )[0]
+        fake_dx = backward_op(*arguments)[0]
     assert y.stride() == dx.stride() == fake_y.stride() == fake_dx.stride() == expected
     assert saved.shape == fake_saved.shape == (2 * (2 * 6 + 3),)
     assert saved.dtype == fake_saved.dtype == torch.float32
 
 
-def test_saved_holds_pooled_gates_and_hidden(device):
+def test_saved_holds_pooled_hidden_and_gates(device):
     case = make_case((3, 6, 4, 5), 2, device)
     _, saved = forward_op(*case.arguments, True, "")
     pooled = case.x.mean((2, 3))
     hidden = torch.nn.functional.linear(pooled, case.w1, case.b1)
     gates = eager(torch.ones_like(case.x) * pooled[:, :, None, None], *case.arguments[1:])
     gates = gates[:, :, 0, 0] / pooled
-    torch.testing.assert_close(saved, torch.cat([t.flatten() for t in (pooled, gates, hidden)]))
+    torch.testing.assert_close(saved, torch.cat([t.flatten() for t in (pooled, hidden, gates)]))
     assert forward_op(*case.arguments, False, "")[1].shape == (0,)
 
 
@@ -184,11 +182,11 @@ def test_opcheck_forward(device, dtypes, bias):
         torch.library.opcheck(forward_op, (*case.arguments, save, ""))
 
 
-@pytest.mark.parametrize("needs", [(True,) * 5, (True, False, False, False, False), (False,) * 5])
-def test_opcheck_backward(device, needs):
+@pytest.mark.parametrize("needed", [0b11111, 0b1, 0])
+def test_opcheck_backward(device, needed):
     case = make_case((2, 6, 4, 5), 3, device, layout="channels_last", convolution=True)
     saved = forward_op(*case.arguments, True, "")[1]
-    arguments = (case.dy, case.x, case.w1, case.w2, saved, "silu", "sigmoid", *needs, "")
+    arguments = (case.dy, case.x, case.w1, case.w2, saved, "silu", "sigmoid", needed, "")
     torch.library.opcheck(backward_op, arguments)
 
 
@@ -228,8 +226,10 @@ def test_only_the_wanted_gradients_are_computed(device, wanted):
             torch.testing.assert_close(tensor.grad, full[name])
     if any(wanted):
         ((op, arguments, results),) = backward
-        assert op is backward_op and arguments[7:12] == wanted
-        assert [result.numel() > 0 for result in results] == list(wanted)
+        assert op is backward_op
+        assert arguments[7] == sum(1 << i for i, need in enumerate(wanted) if need)
+        shapes = [t.shape for t, need in zip(inputs, wanted, strict=True) if need]
+        assert [result.shape for result in results] == shapes
 
 
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
@@ -372,7 +372,7 @@ def test_compile_refuses_bad_shapes_while_tracing(device):
     torch._dynamo.reset()
     case = make_case((3, 6, 4, 5), 3, device)
     compiled = torch.compile(squeeze_excite, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=r"w2: expected \[6, 3\], got \[5, 3\]"):
+    with pytest.raises(Exception, match=r"w2: expected \[6, 3\] or .*, got \[5, 3\]"):
         compiled(case.x, case.w1, None, case.w2[:5], None, "silu")
 
 

@@ -212,9 +212,9 @@ def test_bad_input_gets_the_operators_error(device):
         for call, said in (
             (lambda: linear_act(w1, w2), "w: expected .N, 6. as x has 6 features"),
             (lambda: mlp(w1, [w2]), "layer 0: w: expected .N, 6. as x has 6 features"),
-            (lambda: squeeze_excite(x, w2, b1, w2, b2, "silu"), "w1: expected .6, 6., got .6, 4."),
-            (lambda: squeeze_excite(x[0], w1, b1, w2, b2, "silu"), "x: expected 4 dimensions"),
-            (lambda: SqueezeExcitation(6, 4, "silu", device=device)(x[0]), "x: expected 4 dim"),
+            (lambda: squeeze_excite(x, w2, b1, w2, b2, "silu"), "w1: expected .R, 6. or .R, 6, 1"),
+            (lambda: squeeze_excite(x[0], w1, b1, w2, b2, "silu"), "x: expected .N, C, H, W., got"),
+            (lambda: SqueezeExcitation(6, 4, "silu", device=device)(x[0]), "x: expected .N, C, H"),
             (lambda: linear_act(None, w2), "x: expected a tensor, got None"),
         ):
             with pytest.raises((RuntimeError, TypeError), match=f"^{said}"):

@@ -10,16 +10,8 @@ from ._library import (
     refuse_onnx,
     rephrased,
 )
-from .autoencoder import (
-    AUTOENCODER_WEIGHTS,
-    autoencoder,
-    autoencoder_backward,
-    autoencoder_explain,
-    autoencoder_score_dtype,
-    autoencoder_wrong_type,
-    check_autoencoder,
-    check_rows,
-)
+from ._operator import Operator, wide_dtype
+from .autoencoder import AUTOENCODER, AUTOENCODER_WEIGHTS
 from .linear_act import (
     ACTIVATIONS,
     check_linear_act,
@@ -30,35 +22,18 @@ from .linear_act import (
     mlp_backward,
     wrong_linear_type,
 )
-from .squeeze_excite import (
-    SQUEEZE_EXCITE_ACTIVATIONS,
-    SQUEEZE_EXCITE_GATES,
-    check_squeeze_excite,
-    missing_activation,
-    saved_dtype,
-    squeeze_excite,
-    squeeze_excite_backward,
-    squeeze_excite_explain,
-    wrong_type,
-)
+from .squeeze_excite import SQUEEZE_EXCITE, missing_activation
 
 __all__ = [
-    "AUTOENCODER_WEIGHTS",
     "ACTIVATIONS",
+    "AUTOENCODER",
+    "AUTOENCODER_WEIGHTS",
     "CUDA_MISSING",
-    "SQUEEZE_EXCITE_ACTIVATIONS",
-    "SQUEEZE_EXCITE_GATES",
+    "SQUEEZE_EXCITE",
     "WAY_OUT",
-    "autoencoder",
-    "autoencoder_backward",
-    "autoencoder_explain",
-    "autoencoder_score_dtype",
-    "autoencoder_wrong_type",
+    "Operator",
     "build_info",
-    "check_autoencoder",
     "check_linear_act",
-    "check_rows",
-    "check_squeeze_excite",
     "dtensor_error",
     "linear_act",
     "linear_act_backward",
@@ -68,10 +43,6 @@ __all__ = [
     "mlp_backward",
     "refuse_onnx",
     "rephrased",
-    "saved_dtype",
-    "squeeze_excite",
-    "squeeze_excite_backward",
-    "squeeze_excite_explain",
+    "wide_dtype",
     "wrong_linear_type",
-    "wrong_type",
 ]

@@ -40,10 +40,9 @@ def _squeeze_excite(x, w1, *_, **__):
     return 4 * x[0] * prod(w1)
 
 
-def _squeeze_excite_backward(
-    dy, x, w1, w2, saved, activation, gate, dx, dw1, db1, dw2, db2, *_, **__
-):
-    return 2 * x[0] * prod(w1) * (dw2 + (dx or dw1 or db1) + dw1 + dx)
+def _squeeze_excite_backward(gradient, x, w1, w2, saved, activation, gate, needed, *_, **__):
+    dx, dw1, db1, dw2, _ = (needed >> i & 1 for i in range(5))
+    return 2 * x[0] * prod(w1) * (dw2 + (dx | dw1 | db1) + dw1 + dx)
 
 
 def _autoencoder_products(x, weights):
@@ -52,12 +51,15 @@ def _autoencoder_products(x, weights):
     return 2 * rows * codes * mels, 2 * rows * codes * latent, 2 * rows * latent * latent
 
 
-def _autoencoder(x, weights, output, *_, **__):
+def _autoencoder(x, *arguments, **_):
+    *weights, output = arguments[: len(AUTOENCODER_WEIGHTS) + 1]
     encoder, basis, middle = _autoencoder_products(x, weights)
     return encoder + basis + middle + (0 if output == "latent" else basis + encoder)
 
 
-def _autoencoder_backward(gradient, x, weights, projection, output, tf32, needed, *_, **__):
+def _autoencoder_backward(gradient, x, *arguments, **_):
+    count = len(AUTOENCODER_WEIGHTS)
+    weights, (_, output, _, needed) = arguments[:count], arguments[count : count + 4]
     encoder, basis, middle = _autoencoder_products(x, weights)
     names = ("x", *AUTOENCODER_WEIGHTS)
     need = {name: needed >> i & 1 for i, name in enumerate(names)}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._ops import AUTOENCODER_WEIGHTS, autoencoder_score_dtype, check_rows
+from .._ops import AUTOENCODER, AUTOENCODER_WEIGHTS, wide_dtype
 from .._settings import TORCH, settings
 from ..functional._transforms import is_jit_tracing, is_symbolic, refuse_script
 from ..nn._checks import floating, whole
@@ -141,7 +141,7 @@ class SpectralShapeAutoencoder(nn.Module):
 
     def _with_torch(self, x: Tensor, output: str) -> Tensor:
         if not is_symbolic(x) and not is_jit_tracing():
-            check_rows(x, self.frames, self.n_mels)
+            AUTOENCODER.check_shape("x", x, F=self.frames, M=self.n_mels)
         rows = x.reshape(x.shape[0], self.frames, self.n_mels)
         slices = F.gelu(self.slice_encoder(rows))
         basis = F.normalize(self.global_basis, dim=1)
@@ -151,7 +151,7 @@ class SpectralShapeAutoencoder(nn.Module):
         codes = (z @ basis).reshape(x.shape[0], self.frames, self.slice_latent_dim)
         y = self.slice_decoder(codes)
         if output == "score":
-            dtype = autoencoder_score_dtype(x)
+            dtype = wide_dtype(x)
             return (y.to(dtype) - rows.to(dtype)).square().mean((1, 2))
         return y.reshape(x.shape)
 

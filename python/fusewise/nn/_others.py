@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .._ops import SQUEEZE_EXCITE_ACTIVATIONS, SQUEEZE_EXCITE_GATES
+from .._ops import SQUEEZE_EXCITE
 from ._checks import (
     activation_of,
     full_name,
@@ -76,13 +76,12 @@ def excitation_parts(module: nn.Module) -> ExcitationParts:
     _check_pooling(module)
     if hasattr(module, "bn"):
         function_of("module.bn", module.bn, ("identity",))
+    activations, gates = SQUEEZE_EXCITE.choices.values()
     return ExcitationParts(
         fc1,
-        function_of(
-            f"module.{activation}", getattr(module, activation), SQUEEZE_EXCITE_ACTIVATIONS
-        ),
+        function_of(f"module.{activation}", getattr(module, activation), activations),
         fc2,
-        function_of(f"module.{gate}", getattr(module, gate), SQUEEZE_EXCITE_GATES),
+        function_of(f"module.{gate}", getattr(module, gate), gates),
     )
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from .._ops import SQUEEZE_EXCITE_ACTIVATIONS, SQUEEZE_EXCITE_GATES, missing_activation
+from .._ops import SQUEEZE_EXCITE, missing_activation
 from .._settings import TORCH, settings
 from ..functional._transforms import is_jit_tracing, is_symbolic, refuse_script
 from ..functional.squeeze_excite import ACTIVATIONS, GATES
@@ -47,8 +47,8 @@ class SqueezeExcitation(torch.nn.Module):
         whole("reduced", reduced)
         if activation is None:
             raise missing_activation()
-        one_of("activation", activation, SQUEEZE_EXCITE_ACTIVATIONS)
-        one_of("gate", gate, SQUEEZE_EXCITE_GATES)
+        one_of("activation", activation, SQUEEZE_EXCITE.choices["activation"])
+        one_of("gate", gate, SQUEEZE_EXCITE.choices["gate"])
         true_or_false("bias", bias)
         floating(dtype)
         self.activation = activation
@@ -101,7 +101,7 @@ class SqueezeExcitation(torch.nn.Module):
     def _with_torch(self, x: Tensor) -> Tensor:
         # torch's pooling would take an image without a batch.
         if not is_symbolic(x) and not is_jit_tracing() and x.dim() != 4:
-            raise RuntimeError(f"x: expected 4 dimensions [N, C, H, W], got {list(x.shape)}")
+            raise RuntimeError(f"x: expected [N, C, H, W], got {list(x.shape)}")
         hidden = ACTIVATIONS[self.activation](self.fc1(F.adaptive_avg_pool2d(x, 1)))
         return x * GATES[self.gate](self.fc2(hidden))
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .._ops import SQUEEZE_EXCITE_ACTIVATIONS, SQUEEZE_EXCITE_GATES
+from .._ops import SQUEEZE_EXCITE
 from ..nn._others import excitation_parts
 from .analysis import LAUNCH_BOUND, Profile, amdahl
 from .kinds import COMPILED, CONVOLUTION, COPY, ELEMENTWISE, LAYOUT, NORMALISATION, PRODUCT
@@ -46,7 +46,7 @@ def operator_for(module: nn.Module) -> str:
             return ""
         return "fusewise.nn.SqueezeExcitation.from_module"
     inner = {type(child).__name__.lower() for child in module.modules()}
-    activation, gate = inner & {*SQUEEZE_EXCITE_ACTIVATIONS}, inner & {*SQUEEZE_EXCITE_GATES}
+    activation, gate = (inner & {*words} for words in SQUEEZE_EXCITE.choices.values())
     if not (activation and gate):
         return ""
     return f'fusewise.nn.SqueezeExcitation(..., "{activation.pop()}", "{gate.pop()}")'

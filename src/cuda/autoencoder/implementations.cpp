@@ -162,7 +162,7 @@ bool done_without_rows(const Context&, const AutoencoderForward& call) {
 }
 bool done_without_rows(const Context& context, const AutoencoderBackward& call) {
   if (call.x.sizes[0] > 0) return false;
-  for (const auto& [weight, name, state] : kAutoencoderWeights) {
+  for (const auto& [weight, name, state, shape] : kAutoencoderWeights) {
     const TensorView& t = call.gradients.*weight;
     if (!t.defined()) continue;
     check_cuda(cudaMemsetAsync(t.data, 0, t.numel() * size_of(t.dtype),

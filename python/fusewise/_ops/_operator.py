@@ -1,0 +1,260 @@
+"""An operator as its C++ description tells it: its checks, and what it looks like to a tracer.
+
+The checks are those of the C++ core, word for word, for the ways that do not reach it: tracing and
+torch.func. Sizes may be symbols here.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._library import refuse_onnx
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOATING = (torch.float32, torch.float64, *_HALF)
+_MOST_DIMENSIONS = 6
+
+
+class TensorRule(NamedTuple):
+    """The fields are those of `TensorRule` in src/common/description.h."""
+
+    name: str
+    role: str
+    shape: str
+    type: str
+    layout: str
+    read: bool
+    """Whether backward reads it."""
+    differentiable: bool
+    only_with: str
+
+    @property
+    def optional(self) -> bool:
+        return self.role == "optional_input"
+
+
+class Operator:
+    """One of `torch.ops.fusewise`, with its backward and its `explain`."""
+
+    def __init__(self, name: str):
+        self.name = name
+        for suffix in ("", "_backward", "_explain"):
+            function = getattr(torch.ops.fusewise, f"_{name}{suffix}").default
+            setattr(self, suffix.removeprefix("_") or "forward", function)
+        tensors, self.choices, self.flags = [], {}, []
+        for line in getattr(torch.ops.fusewise, f"_{name}_description")().splitlines():
+            kind, *fields = line.split("\t")
+            if kind == "tensor":
+                *texts, read, differentiable, only_with = fields
+                tensors.append(TensorRule(*texts, read == "1", differentiable == "1", only_with))
+            elif kind == "choice":
+                self.choices[fields[0]] = fields[1].split()
+            elif kind == "flag":
+                self.flags.append(fields[0])
+            elif kind == "positive":
+                self._positive = fields[0]
+            else:
+                self._order = fields[0].split()
+        self.inputs = [rule for rule in tensors if rule.role in ("input", "optional_input")]
+        self._outputs = [rule for rule in tensors if rule.role == "output"]
+        self._saved = [rule for rule in tensors if rule.role in ("saved", "optional_saved")]
+        self.read_back = [i for i, rule in enumerate(self.inputs) if rule.read]
+        """Which of the inputs backward gets."""
+        torch.library.register_fake(f"fusewise::_{name}")(self._fake_forward)
+        torch.library.register_fake(f"fusewise::_{name}_backward")(self._fake_backward)
+
+    def wrong_type(self, tensors, words=()) -> TypeError | None:
+        """A TypeError that names the first argument that is no tensor or no text, or None.
+
+        Asked after something has failed: what is said then is about attributes and schemas.
+        """
+        for rule, value in zip(self.inputs, tensors, strict=True):
+            if not isinstance(value, Tensor) and not (rule.optional and value is None):
+                kind = f"{type(value).__module__}.{type(value).__qualname__}"
+                got = "None" if value is None else kind.removeprefix("builtins.")
+                wanted = "a tensor or None" if rule.optional else "a tensor"
+                return TypeError(f"{rule.name}: expected {wanted}, got {got}")
+        for name, word in zip(self.choices, words, strict=False):
+            if not isinstance(word, str):
+                return TypeError(f"{name}: expected {self._words(name)}, got {word!r}")
+        return None
+
+    def check(self, tensors, words) -> dict[str, int]:
+        """Refuses what the operator refuses; returns what the letters of the shapes stand for."""
+        if error := self.wrong_type(tensors, words):
+            raise error
+        return self._check(list(zip(self.inputs, tensors, strict=True)), words)
+
+    def check_shape(self, name: str, tensor: Tensor, **sizes: int) -> None:
+        """Of one input, where the letters stand for these sizes."""
+        self._check_shape(next(r for r in self.inputs if r.name == name), tensor, sizes)
+
+    def _words(self, name: str) -> str:
+        *rest, last = (f"'{word}'" for word in self.choices[name])
+        return f"{', '.join(rest)} or {last}" if rest else last
+
+    def _check(self, given, words) -> dict[str, int]:
+        given = [(rule, tensor) for rule, tensor in given if tensor is not None]
+        for rule, tensor in given:
+            if tensor.dtype not in _FLOATING:
+                _refuse(f"{rule.name}: expected a floating dtype, got {_name(tensor.dtype)}")
+            if tensor.dim() > _MOST_DIMENSIONS:
+                most = f"at most {_MOST_DIMENSIONS} dimensions"
+                _refuse(f"{rule.name}: expected {most}, got {tensor.dim()}")
+        for (name, known), word in zip(self.choices.items(), words, strict=True):
+            if word not in known:
+                _refuse(f"{name}: expected {self._words(name)}, got '{word}'")
+        named = {rule.name: (rule, tensor) for rule, tensor in given}
+        sizes: dict[str, int] = {}
+        for name in self._order:
+            self._check_shape(*named[name], sizes)
+        first = given[0][1]
+        for rule, tensor in given:
+            self._check_shape(rule, tensor, sizes)
+            if tensor.device != first.device:
+                where = f"expected a tensor on {first.device}, got one on {tensor.device}"
+                _refuse(f"{rule.name}: {where}")
+        self._check_types(given)
+        return sizes
+
+    def _check_shape(self, rule, tensor, sizes):
+        shape = list(tensor.shape)
+        for alternative in rule.shape.split(" | "):
+            found = _fitted(alternative.split(), shape, sizes)
+            if found is not None:
+                break
+        else:
+            _refuse(f"{rule.name}: expected {_written_shape(rule.shape, sizes)}, got {shape}")
+        fresh = [letter for letter in found if letter not in sizes and letter in self._positive]
+        if any(found[letter] < 1 for letter in fresh):
+            *rest, last = (c for c in dict.fromkeys(rule.shape) if c in fresh)
+            letters = f"{', '.join(rest)} and {last}" if rest else last
+            wanted = f"{_written_shape(rule.shape, sizes)} with {letters} >= 1"
+            _refuse(f"{rule.name}: expected {wanted}, got {shape}")
+        sizes.update(found)
+
+    @staticmethod
+    def _check_types(given):
+        settled: dict[str, tuple[str, torch.dtype]] = {}
+        for rule, tensor in given:
+            dtype = tensor.dtype
+            if rule.type == "weight" and "weight" not in settled:
+                first, data = settled["data"]
+                half = data in _HALF
+                if dtype != data and not (half and dtype == torch.float32):
+                    wanted = f"dtype {_name(data)} as {first}" + " or float32" * half
+                    _refuse(f"{rule.name}: expected {wanted}, got {_name(dtype)}")
+            first, expected = settled.setdefault(rule.type, (rule.name, dtype))
+            if dtype != expected:
+                wanted = f"dtype {_name(expected)} as {first}"
+                _refuse(f"{rule.name}: expected {wanted}, got {_name(dtype)}")
+
+    def _fake_forward(self, *arguments):
+        refuse_onnx(self.name)
+        count = len(self.inputs)
+        tensors, words = arguments[:count], arguments[count : count + len(self.choices)]
+        save = arguments[-2]
+        sizes = self._check(list(zip(self.inputs, tensors, strict=True)), words)
+        named = dict(zip((rule.name for rule in self.inputs), tensors, strict=True))
+        (output,) = (r for r in self._outputs if not r.only_with or r.only_with == words[0])
+        if output.shape in named:
+            result = torch.empty_like(named[output.shape])
+        else:
+            result = self._empty(output, tensors, sizes)
+        if not save:
+            return result, tensors[0].new_empty(0, dtype=torch.float32)
+        saved = [self._empty(rule, tensors, sizes) for rule in self._saved]
+        if len(saved) == 1:
+            return result, saved[0]
+        return result, saved[0].new_empty(sum(t.numel() for t in saved))
+
+    def _fake_backward(self, gradient, *arguments):
+        read = [self.inputs[i] for i in self.read_back]
+        tensors, words = arguments[: len(read)], arguments[len(read) + 1 :][: len(self.choices)]
+        needed = arguments[-2]
+        sizes = self._check(list(zip(read, tensors, strict=True)), words)
+        named = dict(zip((rule.name for rule in read), tensors, strict=True))
+        results = []
+        for i, rule in enumerate(self.inputs):
+            if not needed >> i & 1:
+                continue
+            tensor = named.get(rule.name)
+            if tensor is None:
+                results.append(self._empty(rule, tensors, sizes))
+            elif rule.layout == "any":
+                results.append(torch.empty_like(tensor))
+            else:
+                results.append(tensor.new_empty(tensor.shape))
+        return results
+
+    def _empty(self, rule, tensors, sizes):
+        """A dense tensor as the rule describes it, beside these inputs."""
+        shape = [_product(sizes[c] for c in size) for size in rule.shape.split(" | ")[0].split()]
+        if rule.type == "statistics":
+            return tensors[0].new_empty(shape, dtype=wide_dtype(tensors[0]))
+        same = (t for r, t in zip(self.inputs, tensors, strict=False) if r.type == rule.type)
+        return next(same).new_empty(shape)
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The type of sums, and of what is computed between input and output."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _product(values):
+    """Not math.prod, which torch.compile does not trace."""
+    result = 1
+    for value in values:
+        result = result * value
+    return result
+
+
+def _refuse(message: str):
+    raise RuntimeError(message)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fitted(wanted: list[str], shape: list[int], sizes: dict[str, int]) -> dict[str, int] | None:
+    """The letters with what the shape adds to them; None where it does not fit."""
+    if len(wanted) != len(shape):
+        return None
+    found = dict(sizes)
+    for size, value in zip(wanted, shape, strict=True):
+        if size.isdigit():
+            if value != int(size):
+                return None
+            continue
+        known = _product(found[letter] for letter in size if letter in found)
+        unknown = [letter for letter in size if letter not in found]
+        if len(unknown) > 1:
+            return None
+        if not unknown:
+            if value != known:
+                return None
+        elif size == unknown[0]:
+            found[size] = value
+        elif known == 0 or value % known:
+            return None
+        else:
+            found[unknown[0]] = value // known
+    return found
+
+
+def _written_shape(shape: str, sizes: dict[str, int]) -> str:
+    """ "[R, 48] or [R, 48, 1, 1]" """
+
+    def written(size):
+        unknown = [letter for letter in size if letter not in sizes and not letter.isdigit()]
+        if size.isdigit():
+            return size
+        known = [sizes[letter] for letter in size if letter in sizes]
+        return " * ".join(unknown + ([str(_product(known))] if known else []))
+
+    return " or ".join(
+        f"[{', '.join(written(size) for size in alternative.split())}]"
+        for alternative in shape.split(" | ")
+    )

@@ -1,0 +1,368 @@
+#include "common/description.h"
+
+#include <string_view>
+#include <vector>
+
+#include "common/check.h"
+#include "common/overlap.h"
+
+namespace fusewise {
+namespace {
+
+/// Calls body(part) for the parts of a text between separators.
+template <typename Body>
+void each_part(std::string_view text, std::string_view separator, const Body& body) {
+  for (std::size_t end; (end = text.find(separator)) != std::string_view::npos;) {
+    body(text.substr(0, end));
+    text.remove_prefix(end + separator.size());
+  }
+  body(text);
+}
+
+bool is_digit(char letter) { return letter >= '0' && letter <= '9'; }
+
+/// One size as messages show it: "48" where all its letters are known, else "C" or "F * 48".
+std::string written_size(std::string_view size, const Sizes& sizes) {
+  if (is_digit(size.front())) return std::string(size);
+  std::int64_t known = 1;
+  bool any_known = false;
+  std::string text;
+  for (const char letter : size) {
+    if (sizes.knows(letter)) {
+      known *= sizes[letter];
+      any_known = true;
+    } else {
+      text += (text.empty() ? "" : " * ") + std::string(1, letter);
+    }
+  }
+  if (text.empty()) return std::to_string(known);
+  return any_known ? text + " * " + std::to_string(known) : text;
+}
+
+/// "[R, 48] or [R, 48, 1, 1]"
+std::string written_shape(const char* shape, const Sizes& sizes) {
+  std::string text;
+  each_part(shape, " | ", [&](std::string_view alternative) {
+    if (!text.empty()) text += " or ";
+    bool first = true;
+    each_part(alternative, " ", [&](std::string_view size) {
+      text += (first ? "[" : ", ") + written_size(size, sizes);
+      first = false;
+    });
+    text += "]";
+  });
+  return text;
+}
+
+/// Whether a tensor has the shape that `at` points to, which is left behind it. Sizes with one
+/// unknown letter tell what that is.
+bool fits_one(const char*& at, const TensorView& t, Sizes& sizes) {
+  bool fits = true;
+  int d = 0;
+  while (*at != 0 && *at != '|') {
+    std::int64_t known = 1;
+    char unknown = 0;
+    for (; *at != 0 && *at != ' '; ++at) {
+      if (is_digit(*at)) {
+        known = *at - '0';
+      } else if (sizes.knows(*at)) {
+        known *= sizes[*at];
+      } else {
+        fits = fits && unknown == 0;
+        unknown = *at;
+      }
+    }
+    if (*at == ' ') ++at;
+    fits = fits && d < t.rank;
+    if (!fits) continue;
+    const std::int64_t size = t.sizes[d++];
+    if (unknown == 0) {
+      fits = size == known;
+    } else if (known == 0 || size % known != 0) {
+      fits = false;
+    } else {
+      sizes.set(unknown, size / known);
+    }
+  }
+  if (*at == '|') at += 2;
+  return fits && d == t.rank;
+}
+
+bool fits(const char* shape, const TensorView& t, Sizes& sizes) {
+  const std::uint32_t before = sizes.known();
+  while (*shape != 0) {
+    if (fits_one(shape, t, sizes)) return true;
+    sizes.forget_all_but(before);
+  }
+  return false;
+}
+
+struct Name {
+  const GivenTensor& given;
+};
+std::ostream& operator<<(std::ostream& out, Name name) {
+  return out << (name.given.gradient ? "d" : "") << name.given.rule->name;
+}
+
+const GivenTensor* find(std::span<const GivenTensor> given, std::string_view name) {
+  for (const GivenTensor& each : given) {
+    if (!each.gradient && each.rule->name == name) return &each;
+  }
+  return nullptr;
+}
+
+/// "C, H and W"
+std::string listed(const std::vector<std::string>& names) {
+  std::string text;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (i > 0) text += i + 1 == names.size() ? " and " : ", ";
+    text += names[i];
+  }
+  return text;
+}
+
+bool contains(std::string_view text, char letter) { return text.find(letter) != text.npos; }
+
+/// " with C, H and W >= 1": of the unknown letters in a shape those that must not be 0.
+std::string written_positive(std::string_view shape, const char* positive, const Sizes& sizes) {
+  std::vector<std::string> letters;
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    const bool repeated = contains(shape.substr(0, i), shape[i]);
+    if (!repeated && contains(positive, shape[i]) && !sizes.knows(shape[i])) {
+      letters.push_back(std::string(1, shape[i]));
+    }
+  }
+  return " with " + listed(letters) + " >= 1";
+}
+
+/// Sizes that a tensor does not have by itself are those of the one that it belongs to: a gradient
+/// to what it is the gradient of, others to the tensor that their shape names.
+const GivenTensor* model_of(const GivenTensor& given, std::span<const GivenTensor> all) {
+  const std::string_view shape = given.rule->shape;
+  const bool named = shape.front() >= 'a';
+  if (!named && !given.gradient) return nullptr;
+  return find(all, named ? shape : given.rule->name);
+}
+
+void check_shape(const OperatorRules& rules, const GivenTensor& given,
+                 std::span<const GivenTensor> all, Sizes& sizes) {
+  const TensorRule& rule = *given.rule;
+  const TensorView& t = *given.view;
+  if (const GivenTensor* model = model_of(given, all)) {
+    return check(t.rank == model->view->rank && t.sizes == model->view->sizes, Name{given},
+                 ": expected ", Name{*model}, "'s shape ", *model->view, ", got ", t);
+  }
+  const std::uint32_t before = sizes.known();
+  if (!fits(rule.shape, t, sizes)) {
+    fail(Name{given}, ": expected ", written_shape(rule.shape, sizes), ", got ", t);
+  }
+  if (sizes.known() == before) return;
+  for (const char* letter = rules.positive; *letter != 0; ++letter) {
+    if (!sizes.knows(*letter) || sizes[*letter] >= 1) continue;
+    sizes.forget_all_but(before);
+    fail(Name{given}, ": expected ", written_shape(rule.shape, sizes),
+         written_positive(rule.shape, rules.positive, sizes), ", got ", t);
+  }
+}
+
+bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
+
+/// That of sums and of what is computed between input and output.
+DType wide_type(DType data) { return data == DType::f64 ? DType::f64 : DType::f32; }
+
+/// The types that a call has settled on, and which tensor said so.
+class Types {
+ public:
+  void check_one(const GivenTensor& given) {
+    const DType dtype = given.view->dtype;
+    switch (given.rule->type) {
+      case Type::data:
+        return agree(data_, given);
+      case Type::weight:
+        if (weight_ == nullptr && data_ != nullptr) {
+          const DType data = data_->view->dtype;
+          check(dtype == data || (is_half(data) && dtype == DType::f32), Name{given},
+                ": expected dtype ", data, " as ", Name{*data_}, is_half(data) ? " or float32" : "",
+                ", got ", dtype);
+        }
+        return agree(weight_, given);
+      case Type::statistics: {
+        const DType wide = wide_type(data_->view->dtype);
+        return check(dtype == wide, Name{given}, ": expected dtype ", wide, ", got ", dtype);
+      }
+    }
+  }
+
+ private:
+  static void agree(const GivenTensor*& first, const GivenTensor& given) {
+    if (first == nullptr) first = &given;
+    check(given.view->dtype == first->view->dtype, Name{given}, ": expected dtype ",
+          first->view->dtype, " as ", Name{*first}, ", got ", given.view->dtype);
+  }
+
+  const GivenTensor* data_ = nullptr;
+  const GivenTensor* weight_ = nullptr;
+};
+
+const char* text_of(Role role) {
+  switch (role) {
+    case Role::input:
+      return "input";
+    case Role::optional_input:
+      return "optional_input";
+    case Role::output:
+      return "output";
+    case Role::saved:
+      return "saved";
+    case Role::optional_saved:
+      return "optional_saved";
+  }
+  return "";
+}
+
+const char* text_of(Type type) {
+  switch (type) {
+    case Type::data:
+      return "data";
+    case Type::weight:
+      return "weight";
+    case Type::statistics:
+      return "statistics";
+  }
+  return "";
+}
+
+/// The names of the tensors for which `which` holds.
+template <typename Which>
+std::string listed_names(std::span<const GivenTensor> given, const Which& which) {
+  std::vector<std::string> names;
+  for (const GivenTensor& each : given) {
+    if (which(each)) names.push_back(std::string(each.gradient ? "d" : "") + each.rule->name);
+  }
+  return listed(names);
+}
+
+/// Of outputs that belong to different values of a choice there is one; of what is saved all or
+/// nothing.
+void check_presence(std::span<const GivenTensor> given) {
+  const auto is_alternative = [](const GivenTensor& t) { return *t.rule->with != 0; };
+  const auto is_saved = [](const GivenTensor& t) { return t.rule->role == Role::saved; };
+  int alternatives = 0, chosen = 0, saved = 0, kept = 0;
+  for (const GivenTensor& each : given) {
+    check(each.view->defined() || !each.required, Name{each}, ": is missing");
+    alternatives += is_alternative(each);
+    chosen += is_alternative(each) && each.view->defined();
+    saved += is_saved(each);
+    kept += is_saved(each) && each.view->defined();
+  }
+  check(alternatives == 0 || chosen == 1, listed_names(given, is_alternative),
+        ": expected exactly one of them, got ", chosen);
+  check(kept == 0 || kept == saved, listed_names(given, is_saved), ": expected all or none, got ",
+        kept);
+}
+
+}  // namespace
+
+Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> given, Device device) {
+  check_presence(given);
+  for (const GivenTensor& each : given) {
+    check(each.view->dtype != DType::u8, Name{each}, ": expected a floating dtype, got uint8");
+  }
+  Sizes sizes;
+  for (const char* name : rules.order) check_shape(rules, *find(given, name), given, sizes);
+  Types types;
+  for (const GivenTensor& each : given) {
+    const TensorView& t = *each.view;
+    if (!t.defined()) continue;
+    check_shape(rules, each, given, sizes);
+    check(t.data != nullptr || t.numel() == 0, Name{each}, ": has no data");
+    check(t.device == device, Name{each}, ": expected a tensor on ", device, ", got one on ",
+          t.device);
+  }
+  for (const GivenTensor& each : given) {
+    if (!each.view->defined()) continue;
+    types.check_one(each);
+    if (each.rule->layout == Layout::dense) {
+      check(is_dense(*each.view), Name{each}, ": expected a dense tensor");
+    }
+  }
+  return sizes;
+}
+
+void check_choice(const ChoiceRule& choice, std::string_view word) {
+  std::string names;
+  for (const char* value : choice.values) {
+    if (word == value) return;
+    if (!names.empty()) names += value == choice.values.back() ? " or " : ", ";
+    names.append("'").append(value).append("'");
+  }
+  fail(choice.name, ": expected ", names, ", got '", word, "'");
+}
+
+TensorView foreseen(const TensorRule& rule, const Sizes& sizes, DType data, DType weight,
+                    Device device) {
+  TensorView t;
+  t.dtype = rule.type == Type::data ? data : rule.type == Type::weight ? weight : wide_type(data);
+  t.device = device;
+  t.rank = 0;
+  const std::string_view shape(rule.shape);
+  each_part(shape.substr(0, shape.find(" | ")), " ", [&](std::string_view size) {
+    std::int64_t product = 1;
+    for (const char letter : size) product *= is_digit(letter) ? letter - '0' : sizes[letter];
+    t.sizes[t.rank++] = product;
+  });
+  std::int64_t stride = 1;
+  for (int d = t.rank - 1; d >= 0; --d) {
+    t.strides[d] = stride;
+    stride *= t.sizes[d];
+  }
+  return t;
+}
+
+void check_memory(std::span<const GivenTensor> given) {
+  std::vector<std::string> names;
+  names.reserve(given.size());
+  std::vector<Argument> outputs, inputs;
+  for (const GivenTensor& each : given) {
+    names.push_back(std::string(each.gradient ? "d" : "") + each.rule->name);
+    (each.written ? outputs : inputs).push_back({names.back().c_str(), *each.view});
+  }
+  check_outputs(outputs, inputs);
+}
+
+std::string text_of(const OperatorRules& rules, std::span<const bool> read,
+                    std::span<const bool> differentiable) {
+  std::string text;
+  const auto line = [&](std::initializer_list<std::string_view> fields) {
+    for (const std::string_view field : fields) {
+      if (!text.empty() && text.back() != '\n') text += '\t';
+      text += field;
+    }
+    text += '\n';
+  };
+  for (std::size_t i = 0; i < rules.tensors.size(); ++i) {
+    const TensorRule& rule = *rules.tensors[i];
+    line({"tensor", rule.name, text_of(rule.role), rule.shape, text_of(rule.type),
+          rule.layout == Layout::dense ? "dense" : "any", read[i] ? "1" : "0",
+          differentiable[i] ? "1" : "0", rule.with});
+  }
+  for (const ChoiceRule& choice : rules.choices) {
+    std::string values;
+    for (const char* value : choice.values) {
+      if (!values.empty()) values += ' ';
+      values += value;
+    }
+    line({"choice", choice.name, values});
+  }
+  for (const char* flag : rules.flags) line({"flag", flag});
+  line({"positive", rules.positive});
+  std::string order;
+  for (const char* name : rules.order) {
+    if (!order.empty()) order += ' ';
+    order += name;
+  }
+  line({"order", order});
+  return text;
+}
+
+}  // namespace fusewise

@@ -1,0 +1,116 @@
+"""One mistake, one message: from the kernels, from what a tracer sees, and under torch.compile."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import autoencoder_reference
+import reference
+from fusewise.functional import squeeze_excite
+from fusewise.models._autoencoder import autoencoder
+
+
+def excitation(**changes):
+    case = reference.make_case((2, 6, 4, 5), 3)
+    named = dict(
+        zip(("x", "w1", "b1", "w2", "b2", "activation", "gate"), case.arguments, strict=True)
+    )
+    return squeeze_excite, named, changes
+
+
+def model(**changes):
+    case = autoencoder_reference.make_case(2, autoencoder_reference.SMALL)
+    named = dict(zip(autoencoder_reference.NAMES, case.inputs, strict=True))
+
+    def call(output="reconstruction", **tensors):
+        return autoencoder(*tensors.values(), output=output)
+
+    return call, named, changes
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+MISTAKES = {
+    "x: expected [N, C, H, W], got [2, 6, 4]": lambda: excitation(x=zeros(2, 6, 4)),
+    "x: expected [N, C, H, W] with C, H and W >= 1, got [2, 0, 4, 5]": lambda: excitation(
+        x=zeros(2, 0, 4, 5)
+    ),
+    "x: expected [N, C, H, W] with C, H and W >= 1, got [2, 6, 4, 0]": lambda: excitation(
+        x=zeros(2, 6, 4, 0)
+    ),
+    "x: expected a floating dtype, got int64": lambda: excitation(
+        x=zeros(2, 6, 4, 5, dtype=torch.int64)
+    ),
+    "w2: expected a floating dtype, got complex64": lambda: excitation(
+        w2=zeros(6, 3, dtype=torch.complex64)
+    ),
+    "w1: expected [R, 6] or [R, 6, 1, 1], got [3, 5]": lambda: excitation(w1=zeros(3, 5)),
+    "w1: expected [R, 6] or [R, 6, 1, 1], got [3, 6, 1]": lambda: excitation(w1=zeros(3, 6, 1)),
+    "w1: expected [R, 6] or [R, 6, 1, 1] with R >= 1, got [0, 6]": lambda: excitation(
+        w1=zeros(0, 6)
+    ),
+    "w1: expected dtype float32 as x, got float16": lambda: excitation(
+        w1=zeros(3, 6, dtype=torch.float16)
+    ),
+    "w1: expected dtype float16 as x or float32, got float64": lambda: excitation(
+        x=zeros(2, 6, 4, 5, dtype=torch.float16), w1=zeros(3, 6, dtype=torch.float64)
+    ),
+    "b1: expected [3], got [4]": lambda: excitation(b1=zeros(4)),
+    "b2: expected dtype float32 as w1, got float64": lambda: excitation(
+        b2=zeros(6, dtype=torch.float64)
+    ),
+    "w2: expected [6, 3] or [6, 3, 1, 1], got [3, 6]": lambda: excitation(w2=zeros(3, 6)),
+    "activation: expected 'silu', 'relu' or 'hardswish', got 'gelu'": lambda: excitation(
+        activation="gelu"
+    ),
+    "gate: expected 'sigmoid' or 'hardsigmoid', got 'tanh'": lambda: excitation(gate="tanh"),
+    "x: expected [N, 18] or [N, 3, 6], got [2, 17]": lambda: model(x=zeros(2, 17)),
+    "x: expected [N, 18] or [N, 3, 6], got [2, 6, 3]": lambda: model(x=zeros(2, 6, 3)),
+    "x: expected a floating dtype, got bool": lambda: model(x=zeros(2, 18, dtype=torch.bool)),
+    "encoder_weight: expected [S, M], got [5]": lambda: model(encoder_weight=zeros(5)),
+    "encoder_weight: expected [S, M] with S and M >= 1, got [0, 6]": lambda: model(
+        encoder_weight=zeros(0, 6)
+    ),
+    "basis: expected [L, F * 5], got [4, 16]": lambda: model(basis=zeros(4, 16)),
+    "mid_weight: expected [4, 4], got [4, 3]": lambda: model(mid_weight=zeros(4, 3)),
+    "decoder_bias: expected dtype float32 as norm_weight, got float16": lambda: model(
+        decoder_bias=zeros(6, dtype=torch.float16)
+    ),
+    "norm_weight: expected dtype float32 as x, got float64": lambda: model(
+        norm_weight=zeros(6, dtype=torch.float64)
+    ),
+    "output: expected 'reconstruction', 'latent' or 'score', got 'loss'": lambda: model(
+        output="loss"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_one_mistake_has_one_message(message):
+    function, named, changes = MISTAKES[message]()
+    arguments = named | changes
+    with pytest.raises(RuntimeError) as eager:
+        function(**arguments)
+    assert str(eager.value) == message
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError) as traced:
+        function(**arguments)
+    assert str(traced.value) == message
+    compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=False)
+    with pytest.raises(Exception, match="Error") as caught:
+        compiled(**arguments)
+    assert message in str(caught.value)
+    with pytest.raises(RuntimeError) as transformed:
+        torch.func.vmap(lambda _: function(**arguments), randomness="same")(torch.zeros(1))
+    assert str(transformed.value) == message
+
+
+@pytest.mark.parametrize("make", [excitation, model])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_right_arguments_pass_everywhere(make, rows):
+    function, named, _ = make()
+    named["x"] = named["x"][:1].expand(rows, *named["x"].shape[1:])
+    y = function(**named)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert function(**named).shape == y.shape
