@@ -1,6 +1,7 @@
 // The autoencoder's implementations on CUDA, fastest first, each with its reasons to decline.
 
 #include "common/backends.h"
+#include "common/check.h"
 #include "common/scratch.h"
 #include "cuda/autoencoder/backward.cuh"
 #include "cuda/autoencoder/copy_rows.cuh"
@@ -30,10 +31,6 @@ AutoencoderTensors<Pointer> pointers_of(const AutoencoderWeights& weights) {
   return pointers;
 }
 
-std::int64_t row_of(const TensorView& t) {
-  return t.rank == 3 ? t.sizes[1] * t.sizes[2] : t.rank == 2 ? t.sizes[1] : 1;
-}
-
 /// Whether a row's values lie side by side.
 bool has_dense_rows(const TensorView& t) {
   std::int64_t stride = 1;
@@ -42,10 +39,6 @@ bool has_dense_rows(const TensorView& t) {
     stride *= t.sizes[d];
   }
   return true;
-}
-
-bool is_dense(const TensorView& t) {
-  return has_dense_rows(t) && (t.sizes[0] <= 1 || t.rank == 0 || t.strides[0] == row_of(t));
 }
 
 /// Whether the kernels take a tensor as it lies.
