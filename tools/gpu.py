@@ -100,9 +100,12 @@ def run(job: Job, log: Path, timeout: float, show: bool, **environment) -> tuple
         if process.poll() is None:  # interrupted
             os.killpg(process.pid, signal.SIGKILL)
     detail = f"stopped after {timeout:.0f} s" if stopped.is_set() else f"exit code {code}"
-    if job.found and (found := re.findall(job.found, log.read_text())):
+    text = log.read_text()
+    if job.found and (found := re.findall(job.found, text)):
         detail += f", {found[-1]}"
-    passed = code == 0 and not stopped.is_set()
+    if problem := job.problem(text):
+        detail += f", {problem}"
+    passed = code == 0 and not stopped.is_set() and not problem
     return code, Step(job.step, passed, round(time.monotonic() - begin, 1), detail)
 
 

@@ -143,7 +143,7 @@ def test_more_than_2_to_the_31_elements(shape, layout):
         check(OUTPUTS[:1], [y])
         del y  # 4 GiB
         found = torch.ops.fusewise._squeeze_excite_backward(
-            dy, x, small.w1, small.w2, saved, "silu", "sigmoid", *(True,) * 5, name
+            dy, x, small.w1, small.w2, saved, "silu", "sigmoid", 0b11111, name
         )
         check(OUTPUTS[1:], found)
         del found

@@ -62,11 +62,26 @@ def test_tests_that_need_most_of_the_memory_run_one_after_the_other(family):
     assert len(named) > 1 and set(named.values()) == {f"not {gpu_parts.LARGE}"}
 
 
-def test_only_racecheck_leaves_out_the_vendors_kernels():
-    for job in gpu_parts.all_parts()["sanitize-linear"].jobs(ROOT / "out", ""):
-        command = " ".join(map(str, job.command))
-        excludes = "--kernel-name-exclude kernel_substring=nvjet" in command
-        assert excludes == (job.step == "racecheck")
+VENDORS_HAZARD = """
+========= Error: Race reported between Read access at nvjet_sm90_hsh_64x88_4x1_v_bz_NNT+0xa60
+=========     and Write access at nvjet_sm90_hsh_64x88_4x1_v_bz_NNT+0x2f20 [448 hazards]
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+
+
+def test_hazards_count_outside_of_the_vendors_kernels():
+    assert gpu_parts.own_hazards(VENDORS_HAZARD) == ""
+    own = VENDORS_HAZARD.replace("nvjet_sm90_hsh", "void fusewise::cuda::scale_kernel<float>")
+    assert "fusewise::cuda::scale_kernel" in gpu_parts.own_hazards(own)
+    assert gpu_parts.own_hazards("========= Internal Sanitizer Error") == "no summary"
+
+
+def test_a_problem_in_the_log_fails_a_job(tmp_path):
+    job = Job(
+        "step", [sys.executable, "-c", "print('half of it')"], problem=lambda log: log.strip()
+    )
+    code, step = gpu.run(job, tmp_path / "log", timeout=60, show=False)
+    assert code == 0 and not step.passed and "half of it" in step.detail
 
 
 def test_families_include_only_what_they_say_they_use():

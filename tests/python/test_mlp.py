@@ -13,6 +13,7 @@ from linear_reference import (
     ACTIVATIONS,
     DTYPES,
     LAYOUTS,
+    check_together,
     eager_mlp,
     gradients,
     make_mlp_case,
@@ -58,7 +59,10 @@ def test_any_layout(device, layout):
 @pytest.mark.parametrize("leading", [(), (1,), (3,), (65,), (2, 3), (1, 2, 1, 2, 2, 1)], ids=str)
 def test_any_depth_and_leading_shape(device, sizes, leading):
     for activation in ("relu", "silu"):
-        make_mlp_case(leading, sizes, device, activation=activation).check()
+        # Of few rows the largest error is luck, ours and torch's: several draws together.
+        check_together(
+            *(make_mlp_case(leading, sizes, device, activation=activation) for _ in range(4))
+        )
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ class GraphTimer:
     """GPU time: a CUDA graph of at least 20 calls, so that no launch on the host is counted."""
 
     def __init__(self, call: Call, buffers: int):
+        self._call = call  # keeps its tensors: a graph knows nothing but their addresses
         self._calls = buffers * -(-_GRAPH_CALLS // buffers)
         _warm_up(call, buffers)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)

@@ -833,7 +833,7 @@ TEST_F(CudaSqueezeExcite, BadArgumentsOfForwardAreNamed) {
   expect_error(call, "y: is missing");
   call = good;
   call.gates = {};
-  expect_error(call, "pooled, hidden, gates: expected all three or none");
+  expect_error(call, "pooled, hidden and gates: expected all or none");
   call = good;
   call.implementation = "fastest";
   expect_error(call, "implementation: there is none named 'fastest'");
