@@ -164,8 +164,8 @@ def sanitizer_jobs(program: list) -> list[Job]:
 
 def own_hazards(log: str) -> str:
     """What racecheck found outside of cuBLAS's kernels nvjet_*. These order their asynchronous
-    copies by barriers that it does not follow. To exclude them by name makes it fail itself ("failed
-    to handle a hardware exception")."""
+    copies by barriers that it does not follow. When they are excluded by name, it fails itself
+    ("failed to handle a hardware exception")."""
     places = re.findall(r"Race reported between .*? at (.*?)\+0x", log)
     own = sorted({place for place in places if not place.startswith("nvjet_")})
     if "RACECHECK SUMMARY" not in log:
