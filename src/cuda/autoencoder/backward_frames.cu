@@ -3,18 +3,15 @@
 // the sums over rows stay in registers until the end. x, the incoming gradient and dx cross memory
 // once. Bound by shared memory, in float32 by issuing.
 
-#include "cuda/autoencoder/backward_frames.cuh"
-
 #include <algorithm>
 
 #include "common/scratch.h"
-#include "cuda/autoencoder/forward.cuh"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/operands.cuh"
+#include "cuda/autoencoder/selection.h"
 #include "cuda/launch.cuh"
 
-namespace fusewise::cuda {
-namespace autoencoder {
+namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kFrames = 5, kMels = 64, kLatents = 32, kSlices = 64;
@@ -647,43 +644,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   frame_part<P, kScores>(a, *reinterpret_cast<Shared<P>*>(memory), warp_index());
 }
 
-std::int64_t shared_bytes(const AutoencoderBackwardArguments& call) {
-  return call.dtype == DType::f32 ? sizeof(Shared<Tf32Products>)
-                                  : sizeof(Shared<HalfProducts<__half>>);
-}
+static_assert(sizeof(Shared<Tf32Products>) == backward_block16_bytes(DType::f32));
+static_assert(sizeof(Shared<HalfProducts<__half>>) == backward_block16_bytes(DType::f16));
 
 }  // namespace
-}  // namespace autoencoder
 
-using namespace autoencoder;
-
-bool autoencoder_frames_fit(const Context& context, const AutoencoderBackwardArguments& call) {
-  const std::int64_t bytes = size_of(call.dtype), width = kFrames * kMels;
-  const auto aligned = [](const void* address, std::int64_t stride, std::int64_t bytes) {
-    return rows_aligned(address, stride, bytes, 16);
-  };
-  return call.dtype != DType::f64 && has_default_shape(call.sizes) &&
-         call.sizes.frames == kFrames && (call.d_out == nullptr || call.d_score == nullptr) &&
-         aligned(call.x, call.x_stride, bytes) && aligned(call.d_out, width, bytes) &&
-         aligned(call.dx, width, bytes) && aligned(call.d_z, kLatents, bytes) &&
-         aligned(call.projection, kLatents, 4) &&
-         shared_bytes(call) <= limits_of(context.device).block_shared_memory;
-}
-
-void autoencoder_frames_run(const Context& context, const AutoencoderBackwardArguments& call) {
+void run_block16(const Context& context, const AutoencoderBackwardArguments& call) {
   const AutoencoderSizes& sizes = call.sizes;
   const float* projection = static_cast<const float*>(call.projection);
   const Scratch<float> made(context, projection == nullptr ? sizes.rows * kLatents : 0);
   if (projection == nullptr) {
-    autoencoder_fused_run(context,
-                          AutoencoderForwardArguments{.sizes = sizes,
-                                                      .parameters = call.parameters,
-                                                      .dtype = call.dtype,
-                                                      .parameter_dtype = call.parameter_dtype,
-                                                      .tf32 = call.tf32,
-                                                      .x = call.x,
-                                                      .x_stride = call.x_stride,
-                                                      .projection = made.data()});
+    const AutoencoderForwardArguments forward{.sizes = sizes,
+                                              .parameters = call.parameters,
+                                              .dtype = call.dtype,
+                                              .parameter_dtype = call.parameter_dtype,
+                                              .tf32 = call.tf32,
+                                              .x = call.x,
+                                              .x_stride = call.x_stride,
+                                              .projection = made.data()};
+    choose(limits_of(context.device), forward).run(context, forward);
     projection = made.data();
   }
   const PackedKind kind = packed_kind(call.dtype, call.tf32);
@@ -713,4 +692,4 @@ void autoencoder_frames_run(const Context& context, const AutoencoderBackwardArg
                    packed.data());
 }
 
-}  // namespace fusewise::cuda
+}  // namespace fusewise::cuda::autoencoder

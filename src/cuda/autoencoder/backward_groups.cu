@@ -5,20 +5,16 @@
 // incoming gradient and dx cross memory once; of the score, x is read twice, and dx written, read
 // and written, mostly in L2. Bound by latency: a scheduler has two warps.
 
-#include "cuda/autoencoder/backward_groups.cuh"
-
 #include <algorithm>
 
 #include "common/scratch.h"
-#include "cuda/autoencoder/backward_frames.cuh"
-#include "cuda/autoencoder/estimates.h"
 #include "cuda/autoencoder/gradients.cuh"
+#include "cuda/autoencoder/kernels.h"
 #include "cuda/autoencoder/rows.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/warpgroup.cuh"
 
-namespace fusewise::cuda {
-namespace autoencoder {
+namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kFrames = 5, kMels = 64, kLatents = 32, kSlices = 64;
@@ -660,20 +656,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 }  // namespace
-}  // namespace autoencoder
 
-using namespace autoencoder;
-
-bool autoencoder_groups_fit(const Context& context, const AutoencoderBackwardArguments& call) {
-  const DeviceLimits& limits = limits_of(context.device);
-  return limits.gpu_capability == 90 && autoencoder_frames_fit(context, call) &&
-         warpgroups_are_faster(call.sizes.rows, limits.multiprocessors, call.d_score != nullptr) &&
-         (call.dtype != DType::f32 || call.tf32) &&
-         (call.d_out != nullptr || call.d_score != nullptr) && call.d_z == nullptr &&
-         call.projection != nullptr && wanted_sums(call).any();
-}
-
-void autoencoder_groups_run(const Context& context, const AutoencoderBackwardArguments& call) {
+void run_wgmma(const Context& context, const AutoencoderBackwardArguments& call) {
   const AutoencoderSizes& sizes = call.sizes;
   const PackedKind kind = packed_kind(call.dtype, call.tf32);
   const Scratch<unsigned char> packed(context, packed_bytes(kLayout, kind));
@@ -709,4 +693,4 @@ void autoencoder_groups_run(const Context& context, const AutoencoderBackwardArg
                    packed.data());
 }
 
-}  // namespace fusewise::cuda
+}  // namespace fusewise::cuda::autoencoder

@@ -4,14 +4,12 @@
 // parameters are on their way while x is normalised, and float32 units do the products, which would
 // leave most of a tensor core's rows empty.
 
-#include "cuda/autoencoder/few_rows.cuh"
-
+#include "cuda/autoencoder/kernels.h"
 #include "cuda/autoencoder/rows.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
 
-namespace fusewise::cuda {
-namespace autoencoder {
+namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kMels = 64, kFrames = 5, kLatent = 32, kSlice = 64;
@@ -266,22 +264,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
 }
 
 }  // namespace
-}  // namespace autoencoder
 
-using namespace autoencoder;
-
-bool autoencoder_takes_few_rows(const Context& context, const AutoencoderForwardArguments& call) {
-  const AutoencoderTensors<const void*>& p = call.parameters;
-  const std::int64_t bytes = size_of(call.parameter_dtype);
-  return call.sizes.rows <= kMostRows * limits_of(context.device).multiprocessors &&
-         call.sizes.n_mels == kMels && call.sizes.frames == kFrames &&
-         call.sizes.latent == kLatent && call.sizes.slice_latent == kSlice &&
-         rows_aligned(p.encoder_weight, kMels, bytes) && rows_aligned(p.basis, kWidth, bytes) &&
-         rows_aligned(p.mid_weight, kLatent, bytes) &&
-         rows_aligned(p.decoder_weight, kSlice, bytes);
-}
-
-void autoencoder_run_few_rows(const Context& context, const AutoencoderForwardArguments& call) {
+void run_few_rows(const Context& context, const AutoencoderForwardArguments& call) {
   const Arguments a{call.parameters,
                     call.x,
                     call.out,
@@ -302,4 +286,4 @@ void autoencoder_run_few_rows(const Context& context, const AutoencoderForwardAr
   });
 }
 
-}  // namespace fusewise::cuda
+}  // namespace fusewise::cuda::autoencoder

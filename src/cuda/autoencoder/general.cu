@@ -4,8 +4,6 @@
 // gradients follow from, is as in the fused kernels. Bound by memory where rows are many, by
 // launches where they are few.
 
-#include "cuda/autoencoder/general.cuh"
-
 #include <algorithm>
 #include <type_traits>
 
@@ -13,14 +11,13 @@
 #include "common/scratch.h"
 #include "cuda/autoencoder/finish.cuh"
 #include "cuda/autoencoder/gradients.cuh"
+#include "cuda/autoencoder/kernels.h"
 #include "cuda/gemm/product.h"
 #include "cuda/launch.cuh"
 #include "cuda/linear_act/passes.cuh"
 
-namespace fusewise::cuda {
+namespace fusewise::cuda::autoencoder {
 namespace {
-
-using namespace autoencoder;
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostRowBytes = std::int64_t{128} << 20;  // of the rows taken together
@@ -693,7 +690,7 @@ class Walk {
 
 }  // namespace
 
-void autoencoder_general_run(const Context& context, const AutoencoderForwardArguments& call) {
+void run_general(const Context& context, const AutoencoderForwardArguments& call) {
   dispatch_dtype(call.dtype, [&]<typename T>(T) {
     Walk<T> walk(context, call);
     for (std::int64_t row = 0; row < call.sizes.rows; row += walk.chunk()) {
@@ -702,7 +699,7 @@ void autoencoder_general_run(const Context& context, const AutoencoderForwardArg
   });
 }
 
-void autoencoder_general_run(const Context& context, const AutoencoderBackwardArguments& call) {
+void run_general(const Context& context, const AutoencoderBackwardArguments& call) {
   dispatch_dtype(call.dtype, [&]<typename T>(T) {
     Walk<T> walk(context, call);
     for (std::int64_t row = 0; row < call.sizes.rows; row += walk.chunk()) {
@@ -712,4 +709,4 @@ void autoencoder_general_run(const Context& context, const AutoencoderBackwardAr
   });
 }
 
-}  // namespace fusewise::cuda
+}  // namespace fusewise::cuda::autoencoder

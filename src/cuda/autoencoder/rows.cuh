@@ -3,24 +3,9 @@
 // The steps that forward and backward share: a warp's 16 rows, frame by frame, in registers.
 
 #include "cuda/autoencoder/fragments.cuh"
-#include "cuda/autoencoder/pack.cuh"
+#include "cuda/autoencoder/plans.h"
 
 namespace fusewise::cuda::autoencoder {
-
-/// The sizes for which registers are kept, and how much of them is known before run time; the
-/// number of frames never is. n_mels 64, latent 32, slice_latent 64, rows aligned to vectors.
-struct DefaultShape {
-  static constexpr int kMels = 4, kLatents = 2, kSlices = 4;  // blocks of 16
-  static constexpr int kChunk = 2;                            // blocks of results made together
-  static constexpr int kBackwardChunk = 4;                    // there, a warp has more registers
-  static constexpr bool kWhole = true;                        // no padding, vectors everywhere
-};
-/// n_mels up to 128, latent up to 64, the rest any.
-struct WideShape {
-  static constexpr int kMels = 8, kLatents = 4, kSlices = 0;
-  static constexpr int kChunk = 1, kBackwardChunk = 1;
-  static constexpr bool kWhole = false;
-};
 
 template <typename Weight>
 struct PackedGroup {
@@ -276,31 +261,6 @@ struct RowPair {
   }
 };
 
-/// Why neither shape takes these sizes; empty where one does.
-inline std::string shape_declines(const AutoencoderSizes& s) {
-  if (s.n_mels > 16 * WideShape::kMels)
-    return "n_mels above 128 does not fit in a warp's registers";
-  if (s.latent > 16 * WideShape::kLatents) {
-    return "latent_dim above 64 does not fit in a warp's registers";
-  }
-  return {};
-}
-
-/// Whether rows of a tensor that begin at `address`, `stride` elements of `bytes` apart, can be
-/// read in vectors of so many bytes, or of four elements.
-inline bool rows_aligned(const void* address, std::int64_t stride, std::int64_t bytes,
-                         std::int64_t vector) {
-  return reinterpret_cast<std::uintptr_t>(address) % vector == 0 && stride * bytes % vector == 0;
-}
-inline bool rows_aligned(const void* address, std::int64_t stride, std::int64_t bytes) {
-  return rows_aligned(address, stride, bytes, 4 * bytes);
-}
-
-inline bool has_default_shape(const AutoencoderSizes& s) {
-  return s.n_mels == 16 * DefaultShape::kMels && s.latent == 16 * DefaultShape::kLatents &&
-         s.slice_latent == 16 * DefaultShape::kSlices;
-}
-
 /// body(P): how the products are done.
 template <typename Body>
 void dispatch_products(DType dtype, bool tf32, Body&& body) {
@@ -315,11 +275,6 @@ void dispatch_products(DType dtype, bool tf32, Body&& body) {
     case DType::u8:
       return;
   }
-}
-
-inline PackedKind packed_kind(DType dtype, bool tf32) {
-  if (dtype != DType::f32) return PackedKind::half;
-  return tf32 ? PackedKind::tf32 : PackedKind::f32;
 }
 
 }  // namespace fusewise::cuda::autoencoder
