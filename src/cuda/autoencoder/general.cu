@@ -164,15 +164,15 @@ __device__ void fold_row(int n, int inputs, const void* weight, const void* bias
                          const void* norm_weight, const void* norm_bias, To* folded,
                          To* folded_bias) {
   using A = Accumulator<W>;
-  A sum = 0;
+  A sum[1] = {};
   for (int k = threadIdx.x; k < inputs; k += blockDim.x) {
     const long long at = static_cast<long long>(n) * inputs + k;
     const A w = read<W>(weight, at);
     folded[at] = from_accumulator<To>(w * read<W>(norm_weight, k));
-    sum += w * read<W>(norm_bias, k);
+    sum[0] += w * read<W>(norm_bias, k);
   }
-  sum = block_total(sum);
-  if (threadIdx.x == 0) folded_bias[n] = from_accumulator<To>(read<W>(bias, n) + sum);
+  block_totals<kFinishThreads>(sum);
+  if (threadIdx.x == 0) folded_bias[n] = from_accumulator<To>(read<W>(bias, n) + sum[0]);
 }
 
 /// A block for each vector of the basis and for each row of the other matrices. All but `decode`.
@@ -182,12 +182,13 @@ __global__ void __launch_bounds__(kFinishThreads)
   int b = blockIdx.x;
   if (b < s.latent) {
     const long long width = static_cast<long long>(s.frames) * s.slice_latent, begin = b * width;
-    A sum = 0;
+    A squares[1] = {};
     for (long long k = threadIdx.x; k < width; k += blockDim.x) {
       const A value = read<W>(p.basis, begin + k);
-      sum += value * value;
+      squares[0] += value * value;
     }
-    const A norm = sqrt(block_total(sum));
+    block_totals<kFinishThreads>(squares);
+    const A norm = sqrt(squares[0]);
     // Not max, which would swallow NaN.
     const A inverse = norm < A(1e-12) ? A(1e12) : A(1) / norm;
     if (threadIdx.x == 0) to.inverse_norm[b] = inverse;

@@ -3,6 +3,7 @@
 // The steps that forward and backward share: a warp's 16 rows, frame by frame, in registers.
 
 #include "cuda/autoencoder/fragments.cuh"
+#include "cuda/autoencoder/layer_norm.cuh"
 #include "cuda/autoencoder/plans.h"
 
 namespace fusewise::cuda::autoencoder {
@@ -93,58 +94,24 @@ __device__ __forceinline__ void multiply_blocks(Block (&results)[kResults], int 
   }
 }
 
-/// 1 / sqrt(value), to the last bit or so; 0 of a variance that is infinite, as torch has it.
-__device__ __forceinline__ float inverse_root(float value) {
-  const float guess = rsqrtf(value);
-  const float better = fmaf(guess * 0.5f, fmaf(-value * guess, guess, 1.f), guess);
-  return guess == 0.f ? 0.f : better;
-}
-
 /// Of the block, the same in all lanes for the compiler, too.
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
-/// The blocks become (value - mean) / sqrt(variance + 1e-5) of each row; `columns` of them are
-/// real.
+/// LayerNorm of both rows of the blocks, of which `columns` are real.
 template <bool kWhole, int kBlocks>
 __device__ __forceinline__ void normalise(Block (&blocks)[kBlocks], int count, int columns,
                                           float (&inverse_deviation)[2]) {
   const int first = 4 * (threadIdx.x % 4);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const float* v = blocks[b].v[r];
-      if (b < count) sum += (v[0] + v[1]) + (v[2] + v[3]);
-    }
-    const float mean = row_sum(sum) * (1.f / columns);
-    float squares = 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool real = kWhole || 16 * b + first + i < columns;
-        const float d = real ? blocks[b].v[r][i] - mean : 0.f;
-        blocks[b].v[r][i] = d;
-        squares = fmaf(d, d, squares);
-      }
-    }
-    const float inverse = inverse_root(row_sum(squares) * (1.f / columns) + 1e-5f);
-    inverse_deviation[r] = inverse;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) blocks[b].v[r][i] *= inverse;
-    }
+    inverse_deviation[r] = normalise_row<kBlocks, 4>(
+        [&](int b, int i) -> float& { return blocks[b].v[r][i]; }, row_sum, count, columns,
+        [&](int b, int i) { return kWhole || 16 * b + first + i < columns; });
   }
 }
 
-/// LayerNorm's gradient: from that of the normalised values (in `gradient`, less its mean: the
-/// weights see to that) to that of its input.
 template <int kBlocks>
 __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
                                                    const Block (&normalised)[kBlocks], int count,
@@ -152,25 +119,9 @@ __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
                                                    const float (&inverse_deviation)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float product = 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        product = fmaf(gradient[b].v[r][i], normalised[b].v[r][i], product);
-      }
-    }
-    product = row_sum(product) * (1.f / columns);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        gradient[b].v[r][i] =
-            inverse_deviation[r] * (gradient[b].v[r][i] - normalised[b].v[r][i] * product);
-      }
-    }
+    normalise_row_backward<kBlocks, 4>([&](int b, int i) -> float& { return gradient[b].v[r][i]; },
+                                       [&](int b, int i) { return normalised[b].v[r][i]; }, row_sum,
+                                       count, 1.f / columns, inverse_deviation[r]);
   }
 }
 

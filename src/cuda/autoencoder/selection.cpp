@@ -229,7 +229,8 @@ std::string many_rows_yields(const DeviceLimits& limits, const Forward& call) {
   return "warps that share 16 rows are faster for up to " + text(most) + " rows";
 }
 
-/// GEMMs are never faster where many_rows takes the call, however many rows there are.
+/// GEMMs are in question only where many_rows declines: the default model has kernels of its own
+/// for any number of rows.
 std::string forward_yields(const DeviceLimits& limits, const Forward& call) {
   constexpr GemmTime kGemms[] = {{38, 0.0097}, {33, 0.0066}, {31, 0.0049}};
   constexpr FusedTime kFused[] = {
@@ -260,7 +261,7 @@ std::string wgmma_yields(const DeviceLimits& limits, const Backward& call) {
          text(limits.multiprocessors) + " multiprocessors more evenly than those of 128";
 }
 
-/// GEMMs are never faster where block16 takes the call, however many rows there are.
+/// GEMMs are in question only where block16 declines, likewise.
 std::string backward_yields(const DeviceLimits& limits, const Backward& call) {
   constexpr GemmTime kGemms[] = {{97, 0.0289}, {86, 0.0198}, {81, 0.0134}};
   constexpr FusedTime kPadded[] = {{66, 4.63, 0, 2.55}, {60, 3.39, 0, 1.87}, {59, 2.92, 0, 1.10}};
