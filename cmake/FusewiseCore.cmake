@@ -70,6 +70,7 @@ if(FUSEWISE_WITH_CUDA)
     src/cuda/autoencoder/implementations.cpp
     src/cuda/autoencoder/many_rows.cu
     src/cuda/autoencoder/pack.cu
+    src/cuda/autoencoder/selection.cpp
     src/cuda/device.cu
     src/cuda/gemm/algorithm_choice.cpp
     src/cuda/gemm/algorithm_probe.cpp

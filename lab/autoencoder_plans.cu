@@ -19,16 +19,15 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/autoencoder/backward.cuh"
-#include "cuda/autoencoder/forward.cuh"
-#include "cuda/autoencoder/general.cuh"
 #include "cuda/autoencoder/rows.cuh"
+#include "cuda/autoencoder/selection.h"
 #include "cuda/cuda_error.h"
 #include "cuda/device.h"
 #include "cuda/vector.cuh"
 
 using namespace fusewise;
 using namespace fusewise::cuda;
+using namespace fusewise::cuda::autoencoder;
 
 namespace {
 
@@ -62,7 +61,7 @@ const char* const kNames[kTensors] = {"norm.weight", "norm.bias",  "encoder.weig
                                       "basis",       "mid_norm.w", "mid_norm.b",     "mid.weight",
                                       "mid.bias",    "decoder.w",  "decoder.b"};
 
-std::vector<int> tensor_sizes(const AutoencoderSizes& s) {
+std::vector<int> tensor_sizes(const cuda::AutoencoderSizes& s) {
   const int m = s.n_mels, f = s.frames, l = s.latent, h = s.slice_latent;
   return {m, m, h * m, h, l * f * h, l, l, l * l, l, m * h, m};
 }
@@ -80,9 +79,9 @@ A phi(A v) {
 
 /// Forward and, with gradients coming in, backward, in A throughout, straight from the definition.
 template <typename A>
-Results<A> reference(const AutoencoderSizes& s, const std::vector<std::vector<float>>& parameters,
-                     const std::vector<float>& x, const float* d_out, const float* d_z,
-                     const float* d_score) {
+Results<A> reference(const cuda::AutoencoderSizes& s,
+                     const std::vector<std::vector<float>>& parameters, const std::vector<float>& x,
+                     const float* d_out, const float* d_z, const float* d_score) {
   const int M = s.n_mels, F = s.frames, L = s.latent, H = s.slice_latent, W = F * M, C = F * H;
   std::vector<std::vector<A>> p;
   for (const auto& v : parameters) p.emplace_back(v.begin(), v.end());
@@ -314,7 +313,7 @@ const Mode kModes[] = {{"f32", DType::f32, DType::f32, false, 0},
 int failures = 0;
 
 struct Problem {
-  AutoencoderSizes sizes;
+  cuda::AutoencoderSizes sizes;
   Mode mode;
   std::vector<std::vector<float>> parameters;
   std::vector<float> x, d_out, d_z, d_score;
@@ -323,7 +322,7 @@ struct Problem {
   void *gx, *g_dout, *g_dz, *g_dscore, *out, *z, *score, *dx;
   std::vector<void*> owned;
 
-  Problem(AutoencoderSizes s, Mode m) : sizes(s), mode(m) {
+  Problem(cuda::AutoencoderSizes s, Mode m) : sizes(s), mode(m) {
     std::mt19937 random(7);
     std::normal_distribution<float> normal;
     const auto fill = [&](std::vector<float>& v, std::size_t n, float scale, float shift, DType t) {
@@ -555,26 +554,48 @@ int main(int argc, char** argv) {
   check_cuda(cudaStreamCreate(&stream), "stream");
   Stack stack(std::size_t{2} << 30);
   const Context context{.device = kGpu, .stream = stream, .allocator = &stack};
-  const auto fused = [&](const auto& call) { autoencoder_fused_run(context, call); };
-  const auto general = [&](const auto& call) { autoencoder_general_run(context, call); };
-  const auto planned = [&](AutoencoderForwardPlan plan) -> Forward {
-    return [&context, plan](const AutoencoderForwardArguments& call) {
-      autoencoder_fused_run(context, call, plan);
+  const DeviceLimits& limits = limits_of(kGpu);
+  // What is chosen; where that is GEMMs, the first kernel that could take the call.
+  const auto run_fused = [&](const auto& kernels, const auto& call) {
+    const auto* taken = &choose(limits, call);
+    if (taken == std::end(kernels) - 1) {
+      taken = std::find_if(std::begin(kernels), std::end(kernels) - 1,
+                           [&](const auto& each) { return each.declines(limits, call).empty(); });
+    }
+    taken->run(context, call);
+  };
+  const auto fused = [&]<typename Call>(const Call& call) {
+    if constexpr (std::is_same_v<Call, AutoencoderForwardArguments>) {
+      run_fused(kForwardKernels, call);
+    } else {
+      run_fused(kBackwardKernels, call);
+    }
+  };
+  const auto general = [&](const auto& call) { run_general(context, call); };
+  const auto planned = [&](ForwardPlan plan) -> Forward {
+    return [&, plan](const AutoencoderForwardArguments& call) {
+      if (!plan.together && kForwardKernels[1].declines(limits, call).empty()) {
+        return run_many_rows(context, call, plan.warps);
+      }
+      if (plan.together && kForwardKernels[2].declines(limits, call).empty()) {
+        return run_block16(context, call, plan);
+      }
+      run_padded(context, call, plan);
     };
   };
-  const auto planned_back = [&](AutoencoderBackwardPlan plan) -> Backward {
-    return [&context, plan](const AutoencoderBackwardArguments& call) {
-      autoencoder_fused_run(context, call, plan);
+  const auto planned_back = [&](bool padded, BackwardPlan plan) -> Backward {
+    return [&, padded, plan](const AutoencoderBackwardArguments& call) {
+      padded ? run_padded(context, call, plan) : run_warps(context, call, plan);
     };
   };
 
   if (what == "check" || what == "large" || what == "small") {
     const bool small = what == "small";
-    std::vector<AutoencoderSizes> cases = {{37, 64, 5, 32, 64},
-                                           {1, 64, 5, 32, 64},
-                                           {37, 20, 3, 7, 24},
-                                           {19, 65, 2, 33, 17},
-                                           {21, 128, 2, 64, 96}};
+    std::vector<cuda::AutoencoderSizes> cases = {{37, 64, 5, 32, 64},
+                                                 {1, 64, 5, 32, 64},
+                                                 {37, 20, 3, 7, 24},
+                                                 {19, 65, 2, 33, 17},
+                                                 {21, 128, 2, 64, 96}};
     if (what == "check") {
       for (int rows : {200, 512, 4096}) cases.push_back({rows, 64, 5, 32, 64});
     }
@@ -590,7 +611,7 @@ int main(int argc, char** argv) {
         const Problem p(sizes, mode);
         const auto want = reference<double>(sizes, p.parameters, p.x, nullptr, nullptr, nullptr);
         const auto plain = reference<float>(sizes, p.parameters, p.x, nullptr, nullptr, nullptr);
-        if (autoencoder_fused_declines(context, p.forward()).empty()) {
+        if (kForwardKernels[3].declines(limits, p.forward()).empty()) {  // padded
           check_forward(p, "chosen", want, plain, fused);
           if (sizes.rows > 10000) {
             // The reference takes long; one gradient comes in.
@@ -616,11 +637,11 @@ int main(int argc, char** argv) {
             check_backward(p, "kept by general", fused, kept);
           }
           if (sizes.n_mels == 64) {
-            check_backward(p, "8 warps", planned_back({8, true, true}), kept);
-            check_backward(p, "4 warps", planned_back({4, true, true}), kept, 1);
+            check_backward(p, "8 warps", planned_back(false, {8, true}), kept);
+            check_backward(p, "4 warps", planned_back(false, {4, true}), kept, 1);
           }
           cudaFree(kept);
-          if (!small) check_backward(p, "2 warps, L1", planned_back({2, false, false}));
+          if (!small) check_backward(p, "2 warps, L1", planned_back(true, {2, false}));
         }
         if (sizes.rows < 1000) {
           check_forward(p, "general", want, plain, general);
@@ -656,15 +677,15 @@ int main(int argc, char** argv) {
     for (const Mode& mode : kModes) {
       if (mode.dtype == DType::f64 || mode.parameters != mode.dtype) continue;
       if (!only.empty() && only != mode.name) continue;
-      for (const AutoencoderSizes& sizes : {AutoencoderSizes{0, 40, 5, 16, 32},
-                                            {0, 64, 10, 32, 64},
-                                            {0, 64, 16, 32, 64},
-                                            {0, 80, 5, 32, 64},
-                                            {0, 128, 5, 32, 64},
-                                            {0, 128, 5, 64, 128},
-                                            {0, 128, 8, 64, 128}}) {
+      for (const cuda::AutoencoderSizes& sizes : {cuda::AutoencoderSizes{0, 40, 5, 16, 32},
+                                                  {0, 64, 10, 32, 64},
+                                                  {0, 64, 16, 32, 64},
+                                                  {0, 80, 5, 32, 64},
+                                                  {0, 128, 5, 32, 64},
+                                                  {0, 128, 5, 64, 128},
+                                                  {0, 128, 8, 64, 128}}) {
         for (std::int64_t rows : {64, 512, 4096, 16384, 65536}) {
-          AutoencoderSizes little = sizes;
+          cuda::AutoencoderSizes little = sizes;
           little.rows = 16;
           const Problem p(little, mode);
           const std::int64_t bytes = rows * sizes.frames * sizes.n_mels * size_of(mode.dtype);
@@ -690,8 +711,7 @@ int main(int argc, char** argv) {
             general(call);  // the vendor's library starts outside of a graph
             std::printf(" %s: fused %.1f, products %.1f, taken: %s |", name,
                         time_us(stream, 8, [&](int) { fused(call); }),
-                        time_us(stream, 8, [&](int) { general(call); }),
-                        autoencoder_products_are_faster(context, call) ? "products" : "fused");
+                        time_us(stream, 8, [&](int) { general(call); }), choose(limits, call).name);
             std::fflush(stdout);
           };
           show("forward", forward);
@@ -708,8 +728,8 @@ int main(int argc, char** argv) {
     if (mode.dtype == DType::f64 || mode.parameters != mode.dtype) continue;
     if (!only.empty() && only != mode.name) continue;
     for (std::int64_t rows : {1, 32, 512, 4096, 8192, 12288, 16384, 65536}) {
-      const AutoencoderSizes sizes{rows, 64, 5, 32, 64};
-      AutoencoderSizes little = sizes;
+      const cuda::AutoencoderSizes sizes{rows, 64, 5, 32, 64};
+      cuda::AutoencoderSizes little = sizes;
       little.rows = 16;
       const Problem p(little, mode);
       const std::int64_t bytes = rows * 320 * size_of(mode.dtype);
@@ -728,7 +748,7 @@ int main(int argc, char** argv) {
       // Random rows, over and over.
       std::vector<unsigned char> pattern(std::size_t{4096} * 320 * size_of(mode.dtype));
       {
-        AutoencoderSizes s = sizes;
+        cuda::AutoencoderSizes s = sizes;
         s.rows = 4096;
         static Problem* source = nullptr;
         static const char* source_mode = "";
@@ -779,8 +799,8 @@ int main(int argc, char** argv) {
         fused(backward(i, 0));
       });
       std::printf("\n    plans:");
-      for (const auto& plan : {AutoencoderForwardPlan{16, false}, AutoencoderForwardPlan{8, false},
-                               AutoencoderForwardPlan{10, true}, AutoencoderForwardPlan{5, true}}) {
+      for (const auto& plan : {ForwardPlan{16, false}, ForwardPlan{8, false}, ForwardPlan{10, true},
+                               ForwardPlan{5, true}}) {
         char name[64];
         std::snprintf(name, sizeof name, "%dw%s", plan.warps, plan.together ? " together" : "");
         show(name, [&](int i) { planned(plan)(forward(i, 0)); });
@@ -788,7 +808,7 @@ int main(int argc, char** argv) {
       for (int warps : {4, 8}) {
         char name[64];
         std::snprintf(name, sizeof name, "back %dw", warps);
-        show(name, [&](int i) { planned_back({warps, true, true})(backward(i, 0)); });
+        show(name, [&](int i) { planned_back(false, {warps, true})(backward(i, 0)); });
       }
       show("pack", [&](int) {
         const auto kind = autoencoder::packed_kind(mode.dtype, mode.tf32);

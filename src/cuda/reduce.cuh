@@ -13,6 +13,25 @@ __device__ __forceinline__ A warp_sum(A value, int width = 32) {
   return value;
 }
 
+/// Each of the values becomes its sum over a block of kThreads threads, in all of them. Once a
+/// kernel: nothing keeps a second call from overwriting what the first one still reads.
+template <int kThreads, int kCount, typename A>
+__device__ __forceinline__ void block_totals(A (&values)[kCount]) {
+  __shared__ alignas(kCount * sizeof(A)) A parts[kThreads / 32][kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = warp_sum(values[i]);
+  if (threadIdx.x % 32 == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) parts[threadIdx.x / 32][i] = values[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    values[i] = parts[0][i];
+    for (int w = 1; w < kThreads / 32; ++w) values[i] += parts[w][i];
+  }
+}
+
 /// finish(k, sum over i < lanes of part(k, i), i) for k < width, by the whole block: `lanes`, a
 /// power of two, neighbouring lanes share a k, and each of them has the sum.
 template <typename Part, typename Finish>

@@ -48,12 +48,41 @@ def kind_of_products(kind):
     return DTYPES["fp32" if tf32 else kind], precision("tf32" if tf32 else "ieee")
 
 
+def chosen(case):
+    """The entries of both lists that a call of the case runs."""
+    x = case.x.detach().requires_grad_()
+    records = fusewise.explain(autoencoder, x, *case.weights, output=case.output)
+    return tuple(record.chosen for record in records)
+
+
+@contextlib.contextmanager
+def forced(case, forward="", backward=""):
+    """With these entries of the lists, which run: nothing else is chosen in their place."""
+    with fusewise.implementation(autoencoder=forward, autoencoder_backward=backward):
+        for wanted, found in zip((forward, backward), chosen(case), strict=True):
+            assert wanted in ("", found)
+        yield
+
+
+# By warpgroups, in TF32 and half precision.
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="wgmma needs a Hopper GPU")
+FORWARD = {"few_rows", "many_rows", "block16", "padded", "general"}
+BACKWARD = {"wgmma", "block16", "warps", "padded", "general"}
+
+
 @pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16", "fp16-fp32"])
 @pytest.mark.parametrize("rows", [1, 32, 512, 4099])
 def test_default_sizes_in_every_implementation(dtypes, rows):
+    """All of them can be forced, for any number of rows."""
     for output in OUTPUTS:
         case = make_case(rows, DEFAULT, "cuda", DTYPES[dtypes], output=output)
-        assert {"fused", "general"} <= case.check_every_implementation()
+        checked = case.check_every_implementation()
+        exact = dtypes == "fp32" or output == "latent"  # which wgmma does not do
+        if HOPPER:
+            assert checked == (FORWARD | BACKWARD) - ({"wgmma"} if exact else set())
+        else:
+            assert {"few_rows", "padded", "general"} <= checked
 
 
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
@@ -63,40 +92,53 @@ def test_many_rows(kind, output):
     pieces."""
     dtypes, setting = kind_of_products(kind)
     with setting:
-        make_case(65536, DEFAULT, "cuda", dtypes, output=output).check()
+        case = make_case(65536, DEFAULT, "cuda", dtypes, output=output)
+        if HOPPER:
+            assert chosen(case) == ("many_rows", "block16" if kind == "fp32" else "wgmma")
+        case.check()
 
 
-# So many that backward on Hopper is by warpgroups, in TF32 and halves: some blocks have a second
-# tile of 128 rows, and the last one is not whole.
+# Some of the warpgroups' blocks have a second tile of 128 rows, and the last one is not whole.
 WARPGROUP_ROWS = 24037
 
 
-@pytest.mark.parametrize("layout", ["rows", "padded", "misaligned"])
+@needs_hopper
+@pytest.mark.parametrize("layout", ["rows", "padded"])
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
 @pytest.mark.parametrize("kind", ["tf32", "bf16", "fp16", "fp16-fp32"])
 def test_backward_by_warpgroups(kind, output, layout):
-    """Rows of x that follow one another, that have room between them, that another kernel takes."""
+    """Rows of x that follow one another, and that have room between them."""
     dtypes, setting = kind_of_products(kind)
     with setting:
-        padded = layout == "padded"
-        case = make_case(
-            WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, "rows" if padded else layout, output=output
-        )
-        if padded:
+        case = make_case(WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, output=output)
+        if layout == "padded":
             case.x = case.x.new_empty(WARPGROUP_ROWS, 384)[:, :320].copy_(case.x)
-        found = case.check()
-        again = gradients(autoencoder, case)
+        with forced(case, backward="wgmma"):
+            found = case.check()
+            again = gradients(autoencoder, case)
     for name, value in found.items():
         assert same_bits(value, again[name]), name
 
 
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
+@pytest.mark.parametrize("kind", ["tf32", "bf16", "fp16", "fp16-fp32"])
+def test_misaligned_rows(kind, output):
+    """Which the default model's kernels do not take."""
+    dtypes, setting = kind_of_products(kind)
+    with setting:
+        case = make_case(WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, "misaligned", output=output)
+        assert not {*chosen(case)} & {"many_rows", "wgmma", "block16", "warps"}
+        case.check()
+
+
+@needs_hopper
+@pytest.mark.parametrize("output", ["reconstruction", "score"])
 @pytest.mark.parametrize("kind", ["tf32", "bf16"])
 def test_rows_of_nan_by_warpgroups(kind, output):
     """Not a bit of another row's gradient changes, in the same tile or another."""
     dtypes, setting = kind_of_products(kind)
-    with setting:
-        case = make_case(WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, output=output)
+    case = make_case(WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, output=output)
+    with setting, forced(case, backward="wgmma"):
         clean = gradients(autoencoder, case)["dx"]
         bad = [7, 500, WARPGROUP_ROWS - 1]
         case.x[bad, 3] = math.nan
@@ -107,13 +149,14 @@ def test_rows_of_nan_by_warpgroups(kind, output):
     assert found[~others].isnan().any(1).all()
 
 
+@needs_hopper
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
 @pytest.mark.parametrize("kind", ["tf32", "bf16"])
 def test_warpgroups_without_dx(kind, output):
     """The same gradients, bit by bit, for x that needs none, and beside a frozen basis."""
     dtypes, setting = kind_of_products(kind)
-    with setting:
-        case = make_case(WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, output=output)
+    case = make_case(WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, output=output)
+    with setting, forced(case, backward="wgmma"):
         right = gradients(autoencoder, case)
         names = [name for name in right if name not in (output, "dx")]
         for frozen in (None, "dbasis"):
@@ -128,29 +171,50 @@ def test_warpgroups_without_dx(kind, output):
                 assert same_bits(value, right[name]), f"{name}, frozen: {frozen}"
 
 
-@pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
-def test_where_another_kernel_takes_over(dtypes):
-    """By so many rows for each multiprocessor; both sides of every boundary."""
+@pytest.mark.parametrize("kind", ["fp32", "tf32", "bf16"])
+def test_where_another_kernel_takes_over(kind):
+    """By so many rows for each multiprocessor; both sides of every boundary, and where a kernel is
+    laid out in another way."""
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    for rows_of_each in (1, 2, 4, 16, 32, 64, 80, 128):
-        for rows in (rows_of_each * count, rows_of_each * count + 1):
-            make_case(rows, DEFAULT, "cuda", DTYPES[dtypes]).check()
+    shared = {"fp32": 32, "tf32": 16, "bf16": 0}[kind]  # by the warps of a block
+    dtypes, setting = kind_of_products(kind)
+    with setting:
+        for rows_of_each, more in itertools.product((1, 2, 4, 16, 32, 64, 80, 128), (0, 1)):
+            rows = rows_of_each * count + more
+            forward = "many_rows" if rows > shared * count else "block16"
+            if rows <= 4 * count:
+                forward = "few_rows"
+            # Up to a tile of 128 rows for each; with one row more, one of them has two.
+            many = 80 * count < rows <= 128 * count
+            backward = "wgmma" if many and kind != "fp32" else "block16"
+            case = make_case(rows, DEFAULT, "cuda", dtypes)
+            if HOPPER:
+                assert chosen(case) == (forward, backward), rows
+            case.check()
 
 
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["rows", "misaligned", "sliced", "spectrogram"])
-def test_many_rows_otherwise(layout, dtypes):
-    """Of another model, and of the default one where rows do not lie as its kernels want them."""
+def test_padded_sizes(layout, dtypes):
+    """Of another model, and of the default one, where rows need not lie as its own kernels want
+    them."""
     for rows, sizes in ((20000, SMALL), (700, DEFAULT), (5000, DEFAULT)):
-        make_case(rows, sizes, "cuda", DTYPES[dtypes], layout).check()
+        case = make_case(rows, sizes, "cuda", DTYPES[dtypes], layout)
+        case.check()
+        with forced(case, "padded", "padded"):
+            case.check()
 
 
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
 @pytest.mark.parametrize("frames", [1, 4, 6])
 def test_other_frames_of_the_default_model(frames, dtypes):
-    """Where backward's kernel for five of them does not apply."""
+    """Where backward's kernels for five of them decline, and forward's for few rows."""
     for rows, output in itertools.product((16, 3000), OUTPUTS):
-        make_case(rows, DEFAULT | {"frames": frames}, "cuda", DTYPES[dtypes], output=output).check()
+        sizes = DEFAULT | {"frames": frames}
+        case = make_case(rows, sizes, "cuda", DTYPES[dtypes], output=output)
+        for forward in ("many_rows", "block16"):
+            with forced(case, forward, "warps"):
+                case.check()
 
 
 WIDE = {"n_mels": 128, "frames": 8, "latent": 64, "slice_latent": 128}
@@ -162,7 +226,7 @@ HUGE = {"n_mels": 250, "frames": 3, "latent": 77, "slice_latent": 190}
 def test_sizes_for_which_products_are_faster(sizes, dtypes):
     for rows, output in itertools.product((40, 300, 3000), OUTPUTS):
         case = make_case(rows, sizes, "cuda", DTYPES[dtypes], output=output)
-        able = {"general"} if sizes is HUGE or dtypes == "fp64" else {"fused", "general"}
+        able = {"general"} if sizes is HUGE or dtypes == "fp64" else {"padded", "general"}
         assert case.check_every_implementation() == able
 
 
@@ -170,23 +234,23 @@ def test_sizes_for_which_products_are_faster(sizes, dtypes):
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
 def test_products_of_more_rows_than_are_taken_together(dtypes, output):
     case = make_case(65537, DEFAULT, "cuda", DTYPES[dtypes], output=output)
-    with fusewise.implementation(autoencoder="general", autoencoder_backward="general"):
+    with forced(case, "general", "general"):
         case.check()
 
 
 def test_the_list_says_when_products_are_faster():
     """Not where rows are copied first, and then lie as the default model's kernels like them."""
-    for sizes, layout, chosen in (
-        (DEFAULT, "rows", "fused"),
-        (DEFAULT, "columns", "fused"),
+    for sizes, layout, name in (
+        (DEFAULT, "rows", "block16"),
+        (DEFAULT, "columns", "block16"),
         (WIDE, "rows", "general"),
     ):
         case = make_case(600, sizes, "cuda", layout=layout)
         case.x.requires_grad_()
         for record in fusewise.explain(autoencoder, *case.inputs):
-            assert record.chosen == chosen
-            if chosen == "general":
-                assert "products are faster" in record.candidates[0].reason
+            assert record.chosen == name
+            if name == "general":
+                assert "'general' is expected to be faster" in record.candidates[-2].reason
 
 
 @pytest.mark.parametrize("rows", [40, 700])
@@ -233,22 +297,35 @@ def test_rows_of_nan_and_inf(rows, sizes, dtypes, output, value):
 
 
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
-@pytest.mark.parametrize("rows", [4096, WARPGROUP_ROWS])
-def test_tf32_of_plain_sums(rows, output):
+@pytest.mark.parametrize(
+    "rows, backward",
+    [(4096, "block16"), pytest.param(WARPGROUP_ROWS, "wgmma", marks=needs_hopper)],
+)
+def test_tf32_of_plain_sums(rows, backward, output):
     """A gradient of ones loses nothing when it is cut: what makes up for the cut of others must
     not show in the sums over many rows."""
     case = make_case(rows, DEFAULT, "cuda", output=output)
     case.gradient.fill_(1)
-    with precision("tf32"):
+    with precision("tf32"), forced(case, backward=backward):
         case.check()
 
 
-@pytest.mark.parametrize("rows", [40, 700, 5000, WARPGROUP_ROWS])
-def test_differences_too_large_for_float16(rows):
+@pytest.mark.parametrize(
+    "rows, forward, backward",
+    [
+        (40, "few_rows", "block16"),
+        (700, "block16", "warps"),
+        (5000, "many_rows", "block16"),
+        (5000, "padded", "padded"),
+        pytest.param(WARPGROUP_ROWS, "many_rows", "wgmma", marks=needs_hopper),
+    ],
+)
+def test_differences_too_large_for_float16(rows, forward, backward):
     case = make_case(rows, DEFAULT, "cuda", DTYPES["fp16"])
     case.x[3] = -60000
     case.x[3, ::64] = 60000
-    case.check()
+    with forced(case, forward, backward):
+        case.check()
 
 
 def test_float32_is_exact_by_default():

@@ -29,7 +29,7 @@ struct AutoencoderSizes {
   int slice_latent = 64;
 };
 
-/// The eleven parameters, or their gradients; Pointer is const void* or void*.
+/// Parameters or their gradients, as in kAutoencoderWeights; Pointer is const void* or void*.
 template <typename Pointer>
 struct AutoencoderTensors {
   Pointer norm_weight{};      ///< slice_encoder.0.weight   [n_mels]

@@ -1,49 +1,19 @@
-// All gradients of the autoencoder, but where backward_frames.cu takes the default model: forward
+// All gradients of the autoencoder: 'warps' for the default sizes, 'padded' for others. Forward
 // recomputed, then back through it, 16 rows a warp, with the sums over rows made from a tile in
 // shared memory. x crosses memory once, and comes once more from L2 for the score and where no
 // projection was kept; the incoming gradient and dx once. Bound by latencies.
 
-#include "cuda/autoencoder/backward.cuh"
-
 #include <algorithm>
 
 #include "common/scratch.h"
-#include "cuda/autoencoder/backward_frames.cuh"
-#include "cuda/autoencoder/backward_groups.cuh"
-#include "cuda/autoencoder/estimates.h"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/rows.cuh"
+#include "cuda/autoencoder/selection.h"
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
 
-namespace fusewise::cuda {
-namespace autoencoder {
+namespace fusewise::cuda::autoencoder {
 namespace {
-
-constexpr int kMostWarps = 8;
-
-/// The columns of the tile in shared memory: what the sums over rows are made of.
-struct TileLayout {
-  int outer;    ///< a frame of the output's gradient, later of the normalised input
-  int inner;    ///< z, later the projection's gradient
-  int hidden;   ///< gradient in front of a GELU
-  int slice;    ///< behind the encoder's GELU; the bottleneck's normalised input
-  int columns;  ///< a multiple of 32
-};
-
-__host__ __device__ constexpr TileLayout tile_layout(int mels, int latents, int slices) {
-  TileLayout t{};
-  const int wide = 16 * (slices > latents ? slices : latents);
-  t.outer = 0;
-  t.inner = 16 * mels;
-  t.hidden = t.inner + 16 * latents;
-  t.slice = t.hidden + wide;
-  t.columns = (t.slice + wide + 31) / 32 * 32;
-  return t;
-}
-inline TileLayout tile_layout(const PackedLayout& p) {
-  return tile_layout(p.mels, p.latents, p.slices);
-}
 
 struct Arguments {
   const void *x, *d_out, *d_z;
@@ -273,9 +243,6 @@ class WeightStream {
       resident_ = {packed_, reinterpret_cast<const float*>(packed_ + y.groups)};
     }
   }
-  static std::int64_t shared_bytes(const PackedLayout& y, int room) {
-    return std::int64_t{sizeof(Group)} * (y.resident + 2 * room) + 4 * y.floats;
-  }
 
   __device__ __forceinline__ const Source& resident() const { return resident_; }
 
@@ -321,7 +288,7 @@ class WeightStream {
 };
 
 template <typename T, typename P, typename Shape>
-__global__ void __launch_bounds__(32 * kMostWarps, 1)
+__global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
     backward_kernel(const __grid_constant__ Arguments a) {
   // Unpadded sizes and the staging of weights come together: both are for the default model.
   constexpr bool kStaged = Shape::kWhole;
@@ -657,106 +624,18 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
 
 // ---- host
 
-bool is_default(const AutoencoderBackwardArguments& call) {
-  const std::int64_t bytes = size_of(call.dtype);
-  const std::int64_t width = std::int64_t{call.sizes.frames} * call.sizes.n_mels;
-  return has_default_shape(call.sizes) && rows_aligned(call.x, call.x_stride, bytes) &&
-         rows_aligned(call.d_out, width, bytes) && rows_aligned(call.dx, width, bytes) &&
-         rows_aligned(call.d_z, call.sizes.latent, bytes) &&
-         rows_aligned(call.projection, call.sizes.latent, 4);
-}
-
-int decode_groups(const AutoencoderBackwardArguments& call, const PackedLayout& y) {
-  return call.d_score != nullptr ? y.decode_step : y.decode - y.decode_transposed;
-}
-
-int room_of(const AutoencoderBackwardArguments& call, const PackedLayout& layout) {
-  return std::max(layout.project_step, decode_groups(call, layout));
-}
-
-std::int64_t weight_bytes(const AutoencoderBackwardArguments& call, const PackedLayout& layout) {
-  const int room = room_of(call, layout);
-  return call.dtype == DType::f32
-             ? WeightStream<Tf32Products, true>::shared_bytes(layout, room)
-             : WeightStream<HalfProducts<__half>, true>::shared_bytes(layout, room);
-}
-
-/// Shared memory of a block.
-std::int64_t shared_bytes(const AutoencoderBackwardArguments& call,
-                          const AutoencoderBackwardPlan& plan) {
-  const PackedLayout layout = packed_layout(call.sizes, true);
-  std::int64_t bytes = std::int64_t{64} * plan.warps * tile_layout(layout).columns;
-  if (plan.staged) bytes += weight_bytes(call, layout);
-  if (plan.holds) bytes += std::int64_t{4} * 256 * layout.slices * layout.mels;
-  return bytes;
-}
-
-AutoencoderBackwardPlan plan_for(const Context& context, const AutoencoderBackwardArguments& call) {
+template <typename Shape>
+void run(const Context& context, const AutoencoderBackwardArguments& call,
+         const BackwardPlan& plan) {
   const DeviceLimits& limits = limits_of(context.device);
-  const auto fits = [&](const AutoencoderBackwardPlan& plan) {
-    return shared_bytes(call, plan) <= limits.block_shared_memory;
-  };
-  // Few rows: four warps, which share the sums, on as many multiprocessors as there are.
-  const std::int64_t tiles = (call.sizes.rows + 15) / 16;
-  AutoencoderBackwardPlan plan{};
-  plan.warps = static_cast<int>(std::clamp<std::int64_t>(
-      (tiles + 4 * limits.multiprocessors - 1) / (4 * limits.multiprocessors) * 4, 4, kMostWarps));
-  plan.staged = is_default(call) && fits({4, true, false});
-  // The encoder's sums, to which every frame adds, are held in shared memory, unless the score's
-  // weights lie there: shared memory is taken from L1, where loads wait (65536 rows in float32: 496
-  // us against 478).
-  plan.holds = plan.staged && call.d_score == nullptr && fits({4, true, true});
-  while (plan.warps > 1 && !fits(plan)) plan.warps /= 2;
-  return plan;
-}
-
-template <typename P, typename Shape>
-void launch(const Context& context, const Arguments& a, int warps, std::int64_t blocks,
-            std::int64_t shared) {
-  launch_kernel({context, blocks, 32 * warps, static_cast<std::size_t>(shared), true},
-                "running the autoencoder backward", backward_kernel<typename P::Weight, P, Shape>,
-                a);
-}
-
-}  // namespace
-}  // namespace autoencoder
-
-using namespace autoencoder;
-
-std::string autoencoder_fused_declines(const Context& context,
-                                       const AutoencoderBackwardArguments& call) {
-  if (call.dtype == DType::f64) return "float64 has no matrix instruction here";
-  std::string reason = shape_declines(call.sizes);
-  if (!reason.empty()) return reason;
-  const std::int64_t most = limits_of(context.device).block_shared_memory;
-  if (basis_shared_bytes(call.sizes) > most) return "a basis vector does not fit in shared memory";
-  if (shared_bytes(call, {1, false, false}) > most) return "16 rows do not fit in shared memory";
-  return {};
-}
-
-bool autoencoder_products_are_faster(const Context& context,
-                                     const AutoencoderBackwardArguments& call) {
-  return !autoencoder_frames_fit(context, call) && products_are_faster(call, is_default(call));
-}
-
-void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call) {
-  if (autoencoder_groups_fit(context, call)) return autoencoder_groups_run(context, call);
-  if (autoencoder_frames_fit(context, call)) return autoencoder_frames_run(context, call);
-  autoencoder_fused_run(context, call, plan_for(context, call));
-}
-
-void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArguments& call,
-                           AutoencoderBackwardPlan plan) {
   const AutoencoderSizes& sizes = call.sizes;
   const PackedLayout layout = packed_layout(sizes, true);
   const SumsLayout at = sums_layout(layout);
   const PackedKind kind = packed_kind(call.dtype, call.tf32);
-  const std::int64_t packed = packed_bytes(layout, kind);
-  const Scratch<unsigned char> memory(context, packed);
-  const WantedSums wanted = wanted_sums(call);
+  const Scratch<unsigned char> memory(context, packed_bytes(layout, kind));
   const std::int64_t tile_rows = 16 * plan.warps;
-  const std::int64_t blocks = std::clamp<std::int64_t>((sizes.rows + tile_rows - 1) / tile_rows, 0,
-                                                       limits_of(context.device).multiprocessors);
+  const std::int64_t blocks =
+      std::clamp<std::int64_t>((sizes.rows + tile_rows - 1) / tile_rows, 0, limits.multiprocessors);
   const Scratch<float> sums(context,
                             finishes(call) ? at.floats * std::max<std::int64_t>(blocks, 1) : 0);
   pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, true,
@@ -777,24 +656,39 @@ void autoencoder_fused_run(const Context& context, const AutoencoderBackwardArgu
                     layout,
                     tile_layout(layout),
                     at,
-                    wanted,
+                    wanted_sums(call),
                     decode_groups(call, layout),
-                    room_of(call, layout),
-                    static_cast<int>(weight_bytes(call, layout)),
+                    frame_groups(call, layout),
+                    static_cast<int>(staged_bytes(call, layout)),
                     plan.holds};
+  std::int64_t shared = shared_bytes<Shape>(call, plan);
+  // So much that one block fits on a multiprocessor: while the packing kernel's blocks hold some,
+  // two would come to lie on another.
+  if (Shape::kWhole) shared = std::max<std::int64_t>(shared, limits.shared_memory / 2);
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
-    std::int64_t shared = shared_bytes(call, plan);
-    if (plan.staged) {
-      // So much that one block fits on a multiprocessor: while the packing kernel's blocks hold
-      // some, two would come to lie on another.
-      const std::int64_t half = limits_of(context.device).shared_memory / 2;
-      shared = std::max(shared, half);
-      launch<P, DefaultShape>(context, a, plan.warps, blocks, shared);
-    } else {
-      launch<P, WideShape>(context, a, plan.warps, blocks, shared);
-    }
+    launch_kernel({context, blocks, 32 * plan.warps, static_cast<std::size_t>(shared), true},
+                  "running the autoencoder backward", backward_kernel<typename P::Weight, P, Shape>,
+                  a);
   });
   finish_gradients(context, call, layout, at, static_cast<int>(blocks), sums.data(), memory.data());
 }
 
-}  // namespace fusewise::cuda
+}  // namespace
+
+void run_warps(const Context& context, const AutoencoderBackwardArguments& call,
+               const BackwardPlan& plan) {
+  run<DefaultShape>(context, call, plan);
+}
+void run_padded(const Context& context, const AutoencoderBackwardArguments& call,
+                const BackwardPlan& plan) {
+  run<WideShape>(context, call, plan);
+}
+
+void run_warps(const Context& context, const AutoencoderBackwardArguments& call) {
+  run_warps(context, call, backward_plan<DefaultShape>(limits_of(context.device), call));
+}
+void run_padded(const Context& context, const AutoencoderBackwardArguments& call) {
+  run_padded(context, call, backward_plan<WideShape>(limits_of(context.device), call));
+}
+
+}  // namespace fusewise::cuda::autoencoder

@@ -3,18 +3,15 @@
 // the sums over rows stay in registers until the end. x, the incoming gradient and dx cross memory
 // once. Bound by shared memory, in float32 by issuing.
 
-#include "cuda/autoencoder/backward_frames.cuh"
-
 #include <algorithm>
 
 #include "common/scratch.h"
-#include "cuda/autoencoder/forward.cuh"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/operands.cuh"
+#include "cuda/autoencoder/selection.h"
 #include "cuda/launch.cuh"
 
-namespace fusewise::cuda {
-namespace autoencoder {
+namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kFrames = 5, kMels = 64, kLatents = 32, kSlices = 64;
@@ -189,23 +186,6 @@ __device__ __forceinline__ void fill_rows(float (&c)[kCount][4], const float* bi
   });
 }
 
-/// The eight values of a row become (value - mean) / deviation; returns 1 / deviation.
-__device__ __forceinline__ float normalise_part(float (&values)[8]) {
-  float sum = 0, squares = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum += values[i];
-  const float mean = eight_lanes_sum(sum) * (1.f / kMels);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    values[i] -= mean;
-    squares = fmaf(values[i], values[i], squares);
-  }
-  const float inverse = inverse_root(eight_lanes_sum(squares) * (1.f / kMels) + 1e-5f);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) values[i] *= inverse;
-  return inverse;
-}
-
 /// Between the projection and the decoder, there and back. Each of the warps that have it makes a
 /// tile of every result; what goes over all latents of a row, it makes for itself, so that these
 /// warps need not wait for one another. It keeps nothing in registers, where the sums are.
@@ -214,7 +194,7 @@ class Bottleneck {
   using T = typename P::Weight;
   static constexpr int kBlocks = kLatents / 16;
   /// All latents of rows g and g + 8, by lanes 4g and on, as left operands.
-  using Rows = float[kBlocks][2][4];
+  using Rows = Block[kBlocks];
 
  public:
   __device__ __forceinline__ Bottleneck(const Arguments& a, Shared<P>& s, int part)
@@ -237,23 +217,11 @@ class Bottleneck {
     Rows v;
     float inverse[2];
     each_four(lane, s_.projection, [&](int b, int r, float4 four) {
-      v[b][r][0] = four.x, v[b][r][1] = four.y, v[b][r][2] = four.z, v[b][r][3] = four.w;
+      v[b].v[r][0] = four.x, v[b].v[r][1] = four.y, v[b].v[r][2] = four.z, v[b].v[r][3] = four.w;
     });
+    normalise<true>(v, kBlocks, kLatents, inverse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = 0, squares = 0;
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-        sum += (v[b][r][0] + v[b][r][1]) + (v[b][r][2] + v[b][r][3]);
-      const float mean = row_sum(sum) * (1.f / kLatents);
-#pragma unroll
-      for (int k = 0; k < 4 * kBlocks; ++k) {
-        v[k / 4][r][k % 4] -= mean;
-        squares = fmaf(v[k / 4][r][k % 4], v[k / 4][r][k % 4], squares);
-      }
-      inverse[r] = inverse_root(row_sum(squares) * (1.f / kLatents) + 1e-5f);
-#pragma unroll
-      for (int k = 0; k < 4 * kBlocks; ++k) v[k / 4][r][k % 4] *= inverse[r];
       if (part_ == 0 && lane % 4 == 0) s_.mid_inverse[lane / 4 + 8 * r] = inverse[r];
     }
     store_part(s_.mid_normal, v, lane);
@@ -283,7 +251,7 @@ class Bottleneck {
         const T* from = static_cast<const T*>(a_.d_z) + row * kLatents + 4 * (lane % 4);
 #pragma unroll
         for (int k = 0; k < 4 * kBlocks; ++k) {
-          d[k / 4][r][k % 4] = to_accumulator<float>(from[16 * (k / 4) + k % 4]);
+          d[k / 4].v[r][k % 4] = to_accumulator<float>(from[16 * (k / 4) + k % 4]);
         }
       }
     }
@@ -291,20 +259,22 @@ class Bottleneck {
 #pragma unroll
       for (int f = 0; f < kFrames; ++f) {
         each_four(lane, s_.parts[f], [&](int b, int r, float4 four) {
-          d[b][r][0] += four.x, d[b][r][1] += four.y, d[b][r][2] += four.z, d[b][r][3] += four.w;
+          d[b].v[r][0] += four.x, d[b].v[r][1] += four.y, d[b].v[r][2] += four.z,
+              d[b].v[r][3] += four.w;
         });
       }
     }
     each_four(lane, s_.mid_slope, [&](int b, int r, float4 four) {
-      d[b][r][0] *= four.x, d[b][r][1] *= four.y, d[b][r][2] *= four.z, d[b][r][3] *= four.w;
+      d[b].v[r][0] *= four.x, d[b].v[r][1] *= four.y, d[b].v[r][2] *= four.z,
+          d[b].v[r][3] *= four.w;
     });
     store_part(s_.d_mid, d, lane);
     // The gradient of the normalised projection times that projection, without the former: both
     // come by the same weights.
     float product[2] = {};
     each_four(lane, s_.mid_linear, [&](int b, int r, float4 four) {
-      product[r] += fmaf(d[b][r][0], four.x, d[b][r][1] * four.y) +
-                    fmaf(d[b][r][2], four.z, d[b][r][3] * four.w);
+      product[r] += fmaf(d[b].v[r][0], four.x, d[b].v[r][1] * four.y) +
+                    fmaf(d[b].v[r][2], four.z, d[b].v[r][3] * four.w);
     });
     float c[1][4] = {};
     multiply_part(c, d, s_.resident + kLayout.mid_transposed, lane);
@@ -344,8 +314,8 @@ class Bottleneck {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         T* four = to[lane / 4 + 8 * r] + 16 * b + 4 * (lane % 4);
-        store_pair(four, v[b][r][0], v[b][r][1]);
-        store_pair(four + 2, v[b][r][2], v[b][r][3]);
+        store_pair(four, v[b].v[r][0], v[b].v[r][1]);
+        store_pair(four + 2, v[b].v[r][2], v[b].v[r][3]);
       }
     }
   }
@@ -357,7 +327,7 @@ class Bottleneck {
     for (int b = 0; b < kBlocks; ++b) {
       typename Shared<P>::Group w[1];
       load_weights<kLatents>(w, matrix, part_, b, lane);
-      multiply_16<P>(c, Left16<T>(v[b]), w);
+      multiply_16<P>(c, Left16<T>(v[b].v), w);
     }
   }
 
@@ -465,7 +435,8 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     }
     float values[8];
     x.get(values);
-    const float inverse = normalise_part(values);
+    const float inverse = normalise_row<8, 1>([&](int i, int) -> float& { return values[i]; },
+                                              eight_lanes_sum, kMels);
     x.set(values);
     x.store_shared(s.normal[f][own_row()], lane);
     wait_for_copies();
@@ -566,7 +537,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     forget(lane), forget(tile);
 
     if (a.dx != nullptr) {
-      float raw[8], normal[8], product = 0;
+      float raw[8], normal[8];
       RowPart<T> stored;
       stored.load_shared(s.normal[f][own_row()], lane);
       stored.get(normal);
@@ -577,11 +548,9 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
             &s.raw[f][own_row()][RowPart<T>::column(i / kSize, lane) + i % kSize]);
         raw[i] = v.x, raw[i + 1] = v.y, raw[i + 2] = v.z, raw[i + 3] = v.w;
       }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) product = fmaf(raw[i], normal[i], product);
-      product = eight_lanes_sum(product) * (1.f / kMels);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) raw[i] = inverse * (raw[i] - normal[i] * product);
+      normalise_row_backward<8, 1>([&](int i, int) -> float& { return raw[i]; },
+                                   [&](int i, int) { return normal[i]; }, eight_lanes_sum, 8,
+                                   1.f / kMels, inverse);
       if constexpr (kScores) {
         // x is also what the output is compared with.
         stored.load_shared(s.gradient[f][own_row()], lane);
@@ -647,43 +616,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   frame_part<P, kScores>(a, *reinterpret_cast<Shared<P>*>(memory), warp_index());
 }
 
-std::int64_t shared_bytes(const AutoencoderBackwardArguments& call) {
-  return call.dtype == DType::f32 ? sizeof(Shared<Tf32Products>)
-                                  : sizeof(Shared<HalfProducts<__half>>);
-}
+static_assert(sizeof(Shared<Tf32Products>) == backward_block16_bytes(DType::f32));
+static_assert(sizeof(Shared<HalfProducts<__half>>) == backward_block16_bytes(DType::f16));
 
 }  // namespace
-}  // namespace autoencoder
 
-using namespace autoencoder;
-
-bool autoencoder_frames_fit(const Context& context, const AutoencoderBackwardArguments& call) {
-  const std::int64_t bytes = size_of(call.dtype), width = kFrames * kMels;
-  const auto aligned = [](const void* address, std::int64_t stride, std::int64_t bytes) {
-    return rows_aligned(address, stride, bytes, 16);
-  };
-  return call.dtype != DType::f64 && has_default_shape(call.sizes) &&
-         call.sizes.frames == kFrames && (call.d_out == nullptr || call.d_score == nullptr) &&
-         aligned(call.x, call.x_stride, bytes) && aligned(call.d_out, width, bytes) &&
-         aligned(call.dx, width, bytes) && aligned(call.d_z, kLatents, bytes) &&
-         aligned(call.projection, kLatents, 4) &&
-         shared_bytes(call) <= limits_of(context.device).block_shared_memory;
-}
-
-void autoencoder_frames_run(const Context& context, const AutoencoderBackwardArguments& call) {
+void run_block16(const Context& context, const AutoencoderBackwardArguments& call) {
   const AutoencoderSizes& sizes = call.sizes;
   const float* projection = static_cast<const float*>(call.projection);
   const Scratch<float> made(context, projection == nullptr ? sizes.rows * kLatents : 0);
   if (projection == nullptr) {
-    autoencoder_fused_run(context,
-                          AutoencoderForwardArguments{.sizes = sizes,
-                                                      .parameters = call.parameters,
-                                                      .dtype = call.dtype,
-                                                      .parameter_dtype = call.parameter_dtype,
-                                                      .tf32 = call.tf32,
-                                                      .x = call.x,
-                                                      .x_stride = call.x_stride,
-                                                      .projection = made.data()});
+    const AutoencoderForwardArguments forward{.sizes = sizes,
+                                              .parameters = call.parameters,
+                                              .dtype = call.dtype,
+                                              .parameter_dtype = call.parameter_dtype,
+                                              .tf32 = call.tf32,
+                                              .x = call.x,
+                                              .x_stride = call.x_stride,
+                                              .projection = made.data()};
+    choose(limits_of(context.device), forward).run(context, forward);
     projection = made.data();
   }
   const PackedKind kind = packed_kind(call.dtype, call.tf32);
@@ -713,4 +664,4 @@ void autoencoder_frames_run(const Context& context, const AutoencoderBackwardArg
                    packed.data());
 }
 
-}  // namespace fusewise::cuda
+}  // namespace fusewise::cuda::autoencoder

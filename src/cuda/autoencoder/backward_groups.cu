@@ -5,20 +5,16 @@
 // incoming gradient and dx cross memory once; of the score, x is read twice, and dx written, read
 // and written, mostly in L2. Bound by latency: a scheduler has two warps.
 
-#include "cuda/autoencoder/backward_groups.cuh"
-
 #include <algorithm>
 
 #include "common/scratch.h"
-#include "cuda/autoencoder/backward_frames.cuh"
-#include "cuda/autoencoder/estimates.h"
 #include "cuda/autoencoder/gradients.cuh"
+#include "cuda/autoencoder/kernels.h"
 #include "cuda/autoencoder/rows.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/warpgroup.cuh"
 
-namespace fusewise::cuda {
-namespace autoencoder {
+namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kFrames = 5, kMels = 64, kLatents = 32, kSlices = 64;
@@ -207,55 +203,31 @@ __device__ __forceinline__ void add_rows(float (&sums)[kSize], const Panel<T, 64
   commit_products();
 }
 
-/// Both rows become (value - mean) / deviation; 1 / deviation.
+/// LayerNorm of both rows. Of a pair the second value comes first.
 template <int kSize>
 __device__ __forceinline__ void normalise(float (&d)[kSize], float (&inverse)[2]) {
-  constexpr float kScale = 1.f / (2 * kSize);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    // Four sums at a time: each addition waits for the one before it.
-    float sums[4] = {}, squares[4] = {};
-#pragma unroll
-    for (int i = 2 * r; i < kSize; i += 4) sums[i / 4 % 4] += d[i] + d[i + 1];
-    const float mean = row_sum((sums[0] + sums[1]) + (sums[2] + sums[3])) * kScale;
-#pragma unroll
-    for (int i = 2 * r; i < kSize; i += 4) {
-      d[i] -= mean, d[i + 1] -= mean;
-      float& part = squares[i / 4 % 4];
-      part = fmaf(d[i], d[i], fmaf(d[i + 1], d[i + 1], part));
-    }
-    const float total = row_sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
-    inverse[r] = inverse_root(total * kScale + 1e-5f);
-#pragma unroll
-    for (int i = 2 * r; i < kSize; i += 4) d[i] *= inverse[r], d[i + 1] *= inverse[r];
+    inverse[r] = normalise_row<kSize / 4, 2, 4>(
+        [&](int j, int i) -> float& { return d[4 * j + 2 * r + 1 - i]; }, row_sum, 2 * kSize);
   }
 }
 
-/// From the gradient of normalised values, less its mean, to that of the values; the normalised
-/// ones come from a panel.
+/// The way back; the normalised values come from a panel.
 template <typename T, int kColumns, int kSize>
 __device__ __forceinline__ void denormalise(float (&d)[kSize], const float (&inverse)[2],
                                             const Place<T>& place,
                                             const Panel<T, kColumns>& normal) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float parts[4] = {};
     float2 n[kSize / 4];
 #pragma unroll
-    for (int j = 0; j < kSize / 4; ++j) {
-      n[j] = place.take(normal, j, r);
-      float& part = parts[j % 4];
-      part = fmaf(d[4 * j + 2 * r], n[j].x, fmaf(d[4 * j + 2 * r + 1], n[j].y, part));
-    }
+    for (int j = 0; j < kSize / 4; ++j) n[j] = place.take(normal, j, r);
     constexpr float kScale = 1.f / (2 * kSize * Place<T>::kStored * Place<T>::kStored);
-    const float product = row_sum((parts[0] + parts[1]) + (parts[2] + parts[3])) * kScale;
-#pragma unroll
-    for (int j = 0; j < kSize / 4; ++j) {
-      float& v0 = d[4 * j + 2 * r];
-      float& v1 = d[4 * j + 2 * r + 1];
-      v0 = inverse[r] * fmaf(-n[j].x, product, v0);
-      v1 = inverse[r] * fmaf(-n[j].y, product, v1);
-    }
+    normalise_row_backward<kSize / 4, 2, 4>(
+        [&](int j, int i) -> float& { return d[4 * j + 2 * r + 1 - i]; },
+        [&](int j, int i) { return i == 0 ? n[j].y : n[j].x; }, row_sum, kSize / 4, kScale,
+        inverse[r]);
   }
 }
 
@@ -660,20 +632,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 }  // namespace
-}  // namespace autoencoder
 
-using namespace autoencoder;
-
-bool autoencoder_groups_fit(const Context& context, const AutoencoderBackwardArguments& call) {
-  const DeviceLimits& limits = limits_of(context.device);
-  return limits.gpu_capability == 90 && autoencoder_frames_fit(context, call) &&
-         warpgroups_are_faster(call.sizes.rows, limits.multiprocessors, call.d_score != nullptr) &&
-         (call.dtype != DType::f32 || call.tf32) &&
-         (call.d_out != nullptr || call.d_score != nullptr) && call.d_z == nullptr &&
-         call.projection != nullptr && wanted_sums(call).any();
-}
-
-void autoencoder_groups_run(const Context& context, const AutoencoderBackwardArguments& call) {
+void run_wgmma(const Context& context, const AutoencoderBackwardArguments& call) {
   const AutoencoderSizes& sizes = call.sizes;
   const PackedKind kind = packed_kind(call.dtype, call.tf32);
   const Scratch<unsigned char> packed(context, packed_bytes(kLayout, kind));
@@ -709,4 +669,4 @@ void autoencoder_groups_run(const Context& context, const AutoencoderBackwardArg
                    packed.data());
 }
 
-}  // namespace fusewise::cuda
+}  // namespace fusewise::cuda::autoencoder

@@ -4,14 +4,12 @@
 // parameters are on their way while x is normalised, and float32 units do the products, which would
 // leave most of a tensor core's rows empty.
 
-#include "cuda/autoencoder/few_rows.cuh"
-
+#include "cuda/autoencoder/kernels.h"
 #include "cuda/autoencoder/rows.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
 
-namespace fusewise::cuda {
-namespace autoencoder {
+namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kMels = 64, kFrames = 5, kLatent = 32, kSlice = 64;
@@ -48,6 +46,9 @@ __device__ __forceinline__ float load_one(const void* tensor, int at) {
 __device__ __forceinline__ float dot(float4 a, float4 b) {
   return fmaf(a.x, b.x, a.y * b.y) + fmaf(a.z, b.z, a.w * b.w);
 }
+
+/// A warp has a row of a LayerNorm.
+__device__ __forceinline__ float row_sum_of_warp(float value) { return warp_sum(value); }
 
 /// Sums each value over kLanes lanes that are kStride apart. Lane i of them then has the sums of
 /// kCount / kLanes values, from value i * kCount / kLanes on.
@@ -119,8 +120,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   const bool has_frame = warp < kRows * kFrames;
   const long long row = min(first + warp / kFrames, a.rows - 1);
   const T* x = static_cast<const T*>(a.x) + row * a.x_stride + warp % kFrames * kMels;
-  float low = 0.f, high = 0.f;
-  if (has_frame) low = load_one<T>(x, lane), high = load_one<T>(x, lane + 32);
+  float frame[2] = {};
+  if (has_frame) frame[0] = load_one<T>(x, lane), frame[1] = load_one<T>(x, lane + 32);
   const bool has_linear = threadIdx.x < kLinearThreads;
   LinearRows<W> encoder, decoder;
   if (has_linear) encoder.load(p.encoder_weight, p.encoder_bias);
@@ -146,13 +147,10 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
 
   if (has_frame) {
     const int at = warp * kMels + lane;
-    original[at] = low, original[at + 32] = high;
-    const float mean = warp_sum(low + high) * (1.f / kMels);
-    low -= mean, high -= mean;
-    const float variance = warp_sum(fmaf(low, low, high * high)) * (1.f / kMels);
-    const float inverse = inverse_root(variance + 1e-5f);
-    frames[at] = fmaf(low * inverse, scale[0], shift[0]);
-    frames[at + 32] = fmaf(high * inverse, scale[1], shift[1]);
+    original[at] = frame[0], original[at + 32] = frame[1];
+    normalise_row<1, 2>([&](int, int i) -> float& { return frame[1 - i]; }, row_sum_of_warp, kMels);
+    frames[at] = fmaf(frame[0], scale[0], shift[0]);
+    frames[at + 32] = fmaf(frame[1], scale[1], shift[1]);
   }
   __syncthreads();
 
@@ -201,9 +199,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
     const bool real = first + warp < a.rows;
     const long long at = (first + warp) * kLatent + lane;
     if (real && a.projection != nullptr) a.projection[at] = value;
-    value -= warp_sum(value) * (1.f / kLatent);
-    const float inverse = inverse_root(warp_sum(value * value) * (1.f / kLatent) + 1e-5f);
-    latents[warp][lane] = fmaf(value * inverse, mid_scale, mid_shift);
+    normalise_row<1, 1>([at = &value](int, int) -> float& { return *at; }, row_sum_of_warp,
+                        kLatent);
+    latents[warp][lane] = fmaf(value, mid_scale, mid_shift);
     __syncwarp();
     float sum = mid_bias;
 #pragma unroll
@@ -266,22 +264,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
 }
 
 }  // namespace
-}  // namespace autoencoder
 
-using namespace autoencoder;
-
-bool autoencoder_takes_few_rows(const Context& context, const AutoencoderForwardArguments& call) {
-  const AutoencoderTensors<const void*>& p = call.parameters;
-  const std::int64_t bytes = size_of(call.parameter_dtype);
-  return call.sizes.rows <= kMostRows * limits_of(context.device).multiprocessors &&
-         call.sizes.n_mels == kMels && call.sizes.frames == kFrames &&
-         call.sizes.latent == kLatent && call.sizes.slice_latent == kSlice &&
-         rows_aligned(p.encoder_weight, kMels, bytes) && rows_aligned(p.basis, kWidth, bytes) &&
-         rows_aligned(p.mid_weight, kLatent, bytes) &&
-         rows_aligned(p.decoder_weight, kSlice, bytes);
-}
-
-void autoencoder_run_few_rows(const Context& context, const AutoencoderForwardArguments& call) {
+void run_few_rows(const Context& context, const AutoencoderForwardArguments& call) {
   const Arguments a{call.parameters,
                     call.x,
                     call.out,
@@ -302,4 +286,4 @@ void autoencoder_run_few_rows(const Context& context, const AutoencoderForwardAr
   });
 }
 
-}  // namespace fusewise::cuda
+}  // namespace fusewise::cuda::autoencoder

@@ -18,19 +18,6 @@ __device__ __forceinline__ void write(void* tensor, long long i, Accumulator<W> 
   if (tensor != nullptr) static_cast<W*>(tensor)[i] = from_accumulator<W>(value);
 }
 
-/// The sum over a block of kFinishThreads threads, for all of them.
-template <typename A>
-__device__ __forceinline__ A block_total(A value) {
-  __shared__ A parts[kFinishThreads / 32];
-  value = warp_sum(value);
-  __syncthreads();  // nobody reads the total before
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
-  __syncthreads();
-  A sum = 0;
-  for (int i = 0; i < kFinishThreads / 32; ++i) sum += parts[i];
-  return sum;
-}
-
 /// A LayerNorm's affine part and the Linear behind it.
 struct NormedLinear {
   const void *norm_weight, *norm_bias, *weight;
@@ -46,20 +33,19 @@ __device__ void finish_linear(const NormedLinear& p, const Accumulator<W>* q, in
                               int outputs, int inputs, int k) {
   using A = Accumulator<W>;
   const A scale = read<W>(p.norm_weight, k), shift = read<W>(p.norm_bias, k);
-  A d_scale = 0, d_shift = 0;
+  A d_norm[2] = {};  // of its weight, of its bias
   for (int n = threadIdx.x; n < outputs; n += blockDim.x) {
     const long long at = static_cast<long long>(n) * inputs + k;
     const A w = read<W>(p.weight, at), q_n = q[static_cast<long long>(n) * stride + k], b_n = b(n);
-    d_scale += w * q_n;
-    d_shift += w * b_n;
+    d_norm[0] += w * q_n;
+    d_norm[1] += w * b_n;
     write<W>(p.d_weight, at, q_n * scale + b_n * shift);
     if (k == 0) write<W>(p.d_bias, n, b_n);
   }
-  d_scale = block_total(d_scale);
-  d_shift = block_total(d_shift);
+  block_totals<kFinishThreads>(d_norm);
   if (threadIdx.x > 0) return;
-  write<W>(p.d_norm_weight, k, d_scale);
-  write<W>(p.d_norm_bias, k, d_shift);
+  write<W>(p.d_norm_weight, k, d_norm[0]);
+  write<W>(p.d_norm_bias, k, d_norm[1]);
 }
 
 /// A vector of the basis, of `width` values, from the gradient of it divided by its norm.
@@ -68,16 +54,16 @@ __device__ void finish_basis_vector(const void* basis, void* d_basis, long long 
                                     long long width, Accumulator<W> inverse_norm,
                                     const Accumulator<W>* d_unit) {
   using A = Accumulator<W>;
-  A along = 0;
+  A along[1] = {};
   for (long long i = threadIdx.x; i < width; i += blockDim.x) {
-    along += d_unit[i] * (read<W>(basis, begin + i) * inverse_norm);
+    along[0] += d_unit[i] * (read<W>(basis, begin + i) * inverse_norm);
   }
-  along = block_total(along);
+  block_totals<kFinishThreads>(along);
   // Below the smallest norm the divisor is a constant.
-  if (inverse_norm >= A(1e12)) along = 0;
+  if (inverse_norm >= A(1e12)) along[0] = 0;
   for (long long i = threadIdx.x; i < width; i += blockDim.x) {
     const A unit = read<W>(basis, begin + i) * inverse_norm;
-    write<W>(d_basis, begin + i, (d_unit[i] - unit * along) * inverse_norm);
+    write<W>(d_basis, begin + i, (d_unit[i] - unit * along[0]) * inverse_norm);
   }
 }
 

@@ -1,23 +1,17 @@
-// Reconstruction, latent vector or anomaly score of the autoencoder in one kernel, for all sizes
-// but many rows of the default model (many_rows.cu) and the fewest (few_rows.cu): a warp, or the
-// warps of a block together, take 16 rows through the whole chain in registers. x crosses memory
-// once (the score reads it again, from L2), the result once. Bound by the tensor cores in float32,
-// by latencies in TF32 and halves.
-
-#include "cuda/autoencoder/forward.cuh"
+// Reconstruction, latent vector or anomaly score of the autoencoder in one kernel: 'block16' for
+// the default sizes, 'padded' for others. A warp, or the warps of a block together, take 16 rows
+// through the whole chain in registers. x crosses memory once (the score reads it again, from L2),
+// the result once. Bound by the tensor cores in float32, by latencies in TF32 and half precision.
 
 #include <algorithm>
 
 #include "common/scratch.h"
-#include "cuda/autoencoder/estimates.h"
-#include "cuda/autoencoder/few_rows.cuh"
-#include "cuda/autoencoder/many_rows.cuh"
 #include "cuda/autoencoder/rows.cuh"
+#include "cuda/autoencoder/selection.h"
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
 
-namespace fusewise::cuda {
-namespace autoencoder {
+namespace fusewise::cuda::autoencoder {
 namespace {
 
 struct Arguments {
@@ -29,10 +23,6 @@ struct Arguments {
   int n_mels, frames, latent;
   PackedLayout layout;
 };
-
-/// Of a block, for their registers.
-template <typename Shape>
-constexpr int kMostWarps = Shape::kWhole ? 12 : 8;
 
 /// Adds up the blocks of all warps of the block, in order of the warps. Begins with a barrier that
 /// ends what was read before.
@@ -67,7 +57,7 @@ __device__ __forceinline__ void sum_over_warps(Block (&blocks)[kBlocks], int cou
 }
 
 template <typename T, typename P, typename Shape, bool kTogether, bool kScores>
-__global__ void __launch_bounds__(32 * kMostWarps<Shape>, 1)
+__global__ void __launch_bounds__(32 * Shape::kMostWarps, 1)
     forward_kernel(const __grid_constant__ Arguments a) {
   // Unpadded sizes and weights in shared memory come together: both are for the default model.
   constexpr bool kStaged = Shape::kWhole;
@@ -273,57 +263,17 @@ __global__ void __launch_bounds__(32 * kMostWarps<Shape>, 1)
 
 // ---- host
 
-std::int64_t exchange_bytes(const AutoencoderForwardPlan& plan, const PackedLayout& layout) {
-  return plan.together ? std::int64_t{1024} * plan.warps * layout.latents : 0;
-}
-
-/// Whether the kernel that knows the default model's sizes takes the call: its weights fit in
-/// shared memory.
-bool is_default(const Context& context, const AutoencoderForwardArguments& call,
-                const PackedLayout& layout, std::int64_t packed) {
-  const std::int64_t bytes = size_of(call.dtype);
-  const std::int64_t width = std::int64_t{call.sizes.frames} * call.sizes.n_mels;
-  const std::int64_t exchange = exchange_bytes({12, true}, layout);
-  return has_default_shape(call.sizes) && rows_aligned(call.x, call.x_stride, bytes) &&
-         rows_aligned(call.out, width, bytes) && rows_aligned(call.z, call.sizes.latent, bytes) &&
-         rows_aligned(call.projection, call.sizes.latent, 4) &&
-         packed + exchange <= limits_of(context.device).block_shared_memory;
-}
-
-/// Pieces of work that the warps of a block can share.
-template <typename Shape>
-int units_of(const PackedLayout& layout) {
-  return layout.frames * layout.slices / Shape::kChunk;
-}
-
-template <typename Shape>
-AutoencoderForwardPlan plan_for(const Context& context, std::int64_t rows,
-                                const PackedLayout& layout) {
-  const std::int64_t tiles = (rows + 15) / 16, all = limits_of(context.device).multiprocessors;
-  // While there are multiprocessors to spare, the warps of a block share 16 rows; on Hopper two
-  // such blocks have room on one of them.
-  if (Shape::kWhole || tiles <= 2 * all) {
-    const int units = units_of<Shape>(layout);
-    return {std::clamp(tiles <= all ? units : (units + 1) / 2, 1, kMostWarps<Shape>), true};
-  }
-  // Else all warps have the same number of rows.
-  const std::int64_t most = all * kMostWarps<Shape>;
-  const std::int64_t rounds = (tiles + most - 1) / most;
-  return {static_cast<int>((tiles + all * rounds - 1) / (all * rounds)), false};
-}
-
 template <typename P, typename Shape, bool kTogether, bool kScores>
-void launch(const Context& context, const Arguments& a, AutoencoderForwardPlan plan,
-            std::int64_t packed) {
+void launch(const Context& context, const Arguments& a, ForwardPlan plan, std::int64_t packed) {
   plan.together = kTogether;
-  plan.warps = std::min(plan.warps, kMostWarps<Shape>);
+  plan.warps = std::min(plan.warps, Shape::kMostWarps);
   if (kTogether) plan.warps = std::min(plan.warps, units_of<Shape>(a.layout));
   const std::int64_t tiles = (a.rows + 15) / 16;
   const std::int64_t wanted = kTogether ? tiles : (tiles + plan.warps - 1) / plan.warps;
   const DeviceLimits& limits = limits_of(context.device);
   std::int64_t shared = (Shape::kWhole ? packed : 0) + exchange_bytes(plan, a.layout);
   // As many blocks of a multiprocessor as are at work at once, all with the same number.
-  std::int64_t resident = kMostWarps<Shape> / plan.warps;
+  std::int64_t resident = Shape::kMostWarps / plan.warps;
   if (shared > 0) resident = std::min(resident, limits.shared_memory / (shared + 1024));
   resident =
       std::clamp<std::int64_t>((wanted + limits.multiprocessors - 1) / limits.multiprocessors, 1,
@@ -338,33 +288,15 @@ void launch(const Context& context, const Arguments& a, AutoencoderForwardPlan p
       a);
 }
 
-/// Whether so many that warps with 16 rows each are faster than warps that share them. In halves
-/// they always are (600 rows of bfloat16: 9.1 against 9.8 us); in TF32 with more than 16 rows a
-/// multiprocessor (4096 rows: 13.6 against 15.5, but 2112 rows: 13.2 against 11.3); in float32 with
-/// more than two such blocks (4096 rows: 21.2 against 20.3).
-bool are_many(const Context& context, const AutoencoderForwardArguments& call) {
-  const int shared = call.dtype != DType::f32 ? 0 : call.tf32 ? 16 : 32;
-  return call.sizes.rows > std::int64_t{shared} * limits_of(context.device).multiprocessors;
-}
-
-/// The plan chosen here where `plan` is null.
-void run(const Context& context, const AutoencoderForwardArguments& call,
-         const AutoencoderForwardPlan* plan) {
+template <typename Shape>
+void run(const Context& context, const AutoencoderForwardArguments& call, const ForwardPlan& plan) {
   const AutoencoderSizes& sizes = call.sizes;
-  if (sizes.rows == 0) return;
-  const bool many = autoencoder_takes_many_rows(context, call) &&
-                    (plan != nullptr ? !plan->together : are_many(context, call));
-  const PackedLayout layout =
-      many ? autoencoder_many_rows_layout(call) : packed_layout(sizes, false);
+  const PackedLayout layout = packed_layout(sizes, false);
   const PackedKind kind = packed_kind(call.dtype, call.tf32);
   const std::int64_t packed = packed_bytes(layout, kind);
   const Scratch<unsigned char> memory(context, packed);
   pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, false,
                layout, memory.data());
-  if (many) {
-    return autoencoder_run_many_rows(context, call, layout, memory.data(),
-                                     plan != nullptr ? plan->warps : 0);
-  }
   const Arguments a{call.x,
                     call.out,
                     call.z,
@@ -378,57 +310,32 @@ void run(const Context& context, const AutoencoderForwardArguments& call,
                     sizes.latent,
                     layout};
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
-    const auto start = [&]<typename Shape>(Shape) {
-      const AutoencoderForwardPlan chosen =
-          plan != nullptr ? *plan : plan_for<Shape>(context, sizes.rows, layout);
-      const auto scored = [&]<bool kScores>(std::bool_constant<kScores>) {
-        if constexpr (!Shape::kWhole) {
-          if (!chosen.together) {
-            return launch<P, Shape, false, kScores>(context, a, chosen, packed);
-          }
-        }
-        launch<P, Shape, true, kScores>(context, a, chosen, packed);
-      };
-      call.score != nullptr ? scored(std::true_type{}) : scored(std::false_type{});
+    const auto scored = [&]<bool kScores>(std::bool_constant<kScores>) {
+      if constexpr (!Shape::kWhole) {
+        if (!plan.together) return launch<P, Shape, false, kScores>(context, a, plan, packed);
+      }
+      launch<P, Shape, true, kScores>(context, a, plan, packed);
     };
-    if (is_default(context, call, layout, packed)) {
-      start(DefaultShape{});
-    } else {
-      start(WideShape{});
-    }
+    call.score != nullptr ? scored(std::true_type{}) : scored(std::false_type{});
   });
 }
 
 }  // namespace
-}  // namespace autoencoder
 
-using namespace autoencoder;
-
-std::string autoencoder_fused_declines(const Context& context,
-                                       const AutoencoderForwardArguments& call) {
-  if (call.dtype == DType::f64) return "float64 has no matrix instruction here";
-  std::string reason = shape_declines(call.sizes);
-  if (!reason.empty()) return reason;
-  if (basis_shared_bytes(call.sizes) > limits_of(context.device).block_shared_memory) {
-    return "a basis vector does not fit in shared memory";
-  }
-  return {};
+void run_block16(const Context& context, const AutoencoderForwardArguments& call,
+                 const ForwardPlan& plan) {
+  run<DefaultShape>(context, call, plan);
+}
+void run_padded(const Context& context, const AutoencoderForwardArguments& call,
+                const ForwardPlan& plan) {
+  run<WideShape>(context, call, plan);
 }
 
-bool autoencoder_products_are_faster(const Context& context,
-                                     const AutoencoderForwardArguments& call) {
-  return !autoencoder_takes_few_rows(context, call) &&
-         !autoencoder_takes_many_rows(context, call) && products_are_faster(call);
+void run_block16(const Context& context, const AutoencoderForwardArguments& call) {
+  run_block16(context, call, forward_plan<DefaultShape>(limits_of(context.device), call.sizes));
+}
+void run_padded(const Context& context, const AutoencoderForwardArguments& call) {
+  run_padded(context, call, forward_plan<WideShape>(limits_of(context.device), call.sizes));
 }
 
-void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call) {
-  if (autoencoder_takes_few_rows(context, call)) return autoencoder_run_few_rows(context, call);
-  run(context, call, nullptr);
-}
-
-void autoencoder_fused_run(const Context& context, const AutoencoderForwardArguments& call,
-                           AutoencoderForwardPlan plan) {
-  run(context, call, &plan);
-}
-
-}  // namespace fusewise::cuda
+}  // namespace fusewise::cuda::autoencoder

@@ -4,8 +4,6 @@
 // gradients follow from, is as in the fused kernels. Bound by memory where rows are many, by
 // launches where they are few.
 
-#include "cuda/autoencoder/general.cuh"
-
 #include <algorithm>
 #include <type_traits>
 
@@ -13,14 +11,13 @@
 #include "common/scratch.h"
 #include "cuda/autoencoder/finish.cuh"
 #include "cuda/autoencoder/gradients.cuh"
+#include "cuda/autoencoder/kernels.h"
 #include "cuda/gemm/product.h"
 #include "cuda/launch.cuh"
 #include "cuda/linear_act/passes.cuh"
 
-namespace fusewise::cuda {
+namespace fusewise::cuda::autoencoder {
 namespace {
-
-using namespace autoencoder;
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostRowBytes = std::int64_t{128} << 20;  // of the rows taken together
@@ -167,15 +164,15 @@ __device__ void fold_row(int n, int inputs, const void* weight, const void* bias
                          const void* norm_weight, const void* norm_bias, To* folded,
                          To* folded_bias) {
   using A = Accumulator<W>;
-  A sum = 0;
+  A sum[1] = {};
   for (int k = threadIdx.x; k < inputs; k += blockDim.x) {
     const long long at = static_cast<long long>(n) * inputs + k;
     const A w = read<W>(weight, at);
     folded[at] = from_accumulator<To>(w * read<W>(norm_weight, k));
-    sum += w * read<W>(norm_bias, k);
+    sum[0] += w * read<W>(norm_bias, k);
   }
-  sum = block_total(sum);
-  if (threadIdx.x == 0) folded_bias[n] = from_accumulator<To>(read<W>(bias, n) + sum);
+  block_totals<kFinishThreads>(sum);
+  if (threadIdx.x == 0) folded_bias[n] = from_accumulator<To>(read<W>(bias, n) + sum[0]);
 }
 
 /// A block for each vector of the basis and for each row of the other matrices. All but `decode`.
@@ -185,12 +182,13 @@ __global__ void __launch_bounds__(kFinishThreads)
   int b = blockIdx.x;
   if (b < s.latent) {
     const long long width = static_cast<long long>(s.frames) * s.slice_latent, begin = b * width;
-    A sum = 0;
+    A squares[1] = {};
     for (long long k = threadIdx.x; k < width; k += blockDim.x) {
       const A value = read<W>(p.basis, begin + k);
-      sum += value * value;
+      squares[0] += value * value;
     }
-    const A norm = sqrt(block_total(sum));
+    block_totals<kFinishThreads>(squares);
+    const A norm = sqrt(squares[0]);
     // Not max, which would swallow NaN.
     const A inverse = norm < A(1e-12) ? A(1e12) : A(1) / norm;
     if (threadIdx.x == 0) to.inverse_norm[b] = inverse;
@@ -693,7 +691,7 @@ class Walk {
 
 }  // namespace
 
-void autoencoder_general_run(const Context& context, const AutoencoderForwardArguments& call) {
+void run_general(const Context& context, const AutoencoderForwardArguments& call) {
   dispatch_dtype(call.dtype, [&]<typename T>(T) {
     Walk<T> walk(context, call);
     for (std::int64_t row = 0; row < call.sizes.rows; row += walk.chunk()) {
@@ -702,7 +700,7 @@ void autoencoder_general_run(const Context& context, const AutoencoderForwardArg
   });
 }
 
-void autoencoder_general_run(const Context& context, const AutoencoderBackwardArguments& call) {
+void run_general(const Context& context, const AutoencoderBackwardArguments& call) {
   dispatch_dtype(call.dtype, [&]<typename T>(T) {
     Walk<T> walk(context, call);
     for (std::int64_t row = 0; row < call.sizes.rows; row += walk.chunk()) {
@@ -712,4 +710,4 @@ void autoencoder_general_run(const Context& context, const AutoencoderBackwardAr
   });
 }
 
-}  // namespace fusewise::cuda
+}  // namespace fusewise::cuda::autoencoder

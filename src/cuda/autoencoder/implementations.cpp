@@ -1,34 +1,36 @@
-// The autoencoder's implementations on CUDA, fastest first, each with its reasons to decline.
+// The autoencoder's implementations on CUDA: the kernels of selection.h, behind copies of what does
+// not lie in memory as they take it.
+
+#include <array>
+#include <bit>
+#include <utility>
 
 #include "common/backends.h"
 #include "common/check.h"
 #include "common/scratch.h"
-#include "cuda/autoencoder/backward.cuh"
 #include "cuda/autoencoder/copy_rows.cuh"
-#include "cuda/autoencoder/forward.cuh"
-#include "cuda/autoencoder/general.cuh"
+#include "cuda/autoencoder/selection.h"
 #include "cuda/cuda_error.h"
 
 namespace fusewise::cuda {
 namespace {
 
-template <typename Pointer>
-constexpr Pointer AutoencoderTensors<Pointer>::* kPointers[] = {
-    &AutoencoderTensors<Pointer>::norm_weight,    &AutoencoderTensors<Pointer>::norm_bias,
-    &AutoencoderTensors<Pointer>::encoder_weight, &AutoencoderTensors<Pointer>::encoder_bias,
-    &AutoencoderTensors<Pointer>::basis,          &AutoencoderTensors<Pointer>::mid_norm_weight,
-    &AutoencoderTensors<Pointer>::mid_norm_bias,  &AutoencoderTensors<Pointer>::mid_weight,
-    &AutoencoderTensors<Pointer>::mid_bias,       &AutoencoderTensors<Pointer>::decoder_weight,
-    &AutoencoderTensors<Pointer>::decoder_bias,
-};
+constexpr std::size_t kWeights = std::size(kAutoencoderWeights);
 
+/// AutoencoderTensors has its members in the order of kAutoencoderWeights.
 template <typename Pointer>
 AutoencoderTensors<Pointer> pointers_of(const AutoencoderWeights& weights) {
-  AutoencoderTensors<Pointer> pointers{};
-  for (std::size_t i = 0; i < std::size(kAutoencoderWeights); ++i) {
-    pointers.*kPointers<Pointer>[i] = (weights.*kAutoencoderWeights[i].weight).data;
+  std::array<Pointer, kWeights> pointers;
+  for (std::size_t i = 0; i < kWeights; ++i) {
+    pointers[i] = (weights.*kAutoencoderWeights[i].weight).data;
   }
-  return pointers;
+  return std::bit_cast<AutoencoderTensors<Pointer>>(pointers);
+}
+
+/// Calls that arrive here passed all checks: two weights show the sizes.
+fusewise::AutoencoderSizes sizes_of(const AutoencoderWeights& weights) {
+  const TensorView &encoder = weights.encoder_weight, &basis = weights.basis;
+  return {encoder.sizes[1], basis.sizes[1] / encoder.sizes[0], basis.sizes[0], encoder.sizes[0]};
 }
 
 /// Whether a row's values lie side by side.
@@ -84,7 +86,7 @@ class Dense {
 
 template <typename Arguments, typename Call>
 Arguments shared_arguments(const Call& call) {
-  const fusewise::AutoencoderSizes sizes = autoencoder_sizes(call.weights);
+  const fusewise::AutoencoderSizes sizes = sizes_of(call.weights);
   Arguments a;
   a.sizes = {call.x.sizes[0], static_cast<int>(sizes.n_mels), static_cast<int>(sizes.frames),
              static_cast<int>(sizes.latent), static_cast<int>(sizes.slice_latent)};
@@ -165,68 +167,70 @@ bool done_without_rows(const Context& context, const AutoencoderBackward& call) 
   return true;
 }
 
-template <typename Call>
-std::string sizes_decline(const Context&, const Call& call) {
-  return indices_decline(autoencoder_sizes(call.weights));
+/// The arguments of a call as with_dense will hand them over, as far as shapes and addresses tell.
+/// Scratch memory is aligned to 256 bytes.
+template <typename Pointer>
+void foresee(Pointer& data, const TensorView& t, bool rows_suffice = false) {
+  if (!is_taken(t, rows_suffice)) data = reinterpret_cast<void*>(std::uintptr_t{256});
+}
+AutoencoderForwardArguments foreseen(const AutoencoderForward& call) {
+  AutoencoderForwardArguments a = arguments(call);
+  foresee(a.x, call.x, true);
+  if (!has_dense_rows(call.x)) a.x_stride = row_of(call.x);
+  foresee(a.out, call.y);
+  foresee(a.z, call.latent);
+  foresee(a.score, call.score);
+  return a;
+}
+AutoencoderBackwardArguments foreseen(const AutoencoderBackward& call) {
+  AutoencoderBackwardArguments a = arguments(call);
+  foresee(a.x, call.x, true);
+  if (!has_dense_rows(call.x)) a.x_stride = row_of(call.x);
+  foresee(a.dx, call.dx);
+  foresee(a.d_out, call.dy);
+  foresee(a.d_z, call.dlatent);
+  foresee(a.d_score, call.dscore);
+  return a;
 }
 
 template <typename Call>
-std::string fused_declines(const Context& context, const Call& call) {
-  std::string reason = sizes_decline(context, call);
-  return reason.empty() ? autoencoder_fused_declines(context, arguments(call)) : reason;
-}
+constexpr auto& kKernels = autoencoder::kForwardKernels;
+template <>
+constexpr auto& kKernels<AutoencoderBackward> = autoencoder::kBackwardKernels;
 
-/// What with_dense will hand over, as far as shapes and addresses tell.
-TensorView foreseen(const TensorView& t, bool rows_suffice = false) {
-  void* const aligned = reinterpret_cast<void*>(std::uintptr_t{256});
-  return is_taken(t, rows_suffice) ? t : laid_out(t, aligned);
-}
-AutoencoderForward foreseen(AutoencoderForward call) {
-  call.x = foreseen(call.x, true);
-  for (TensorView* each : {&call.y, &call.latent, &call.score}) *each = foreseen(*each);
-  return call;
-}
-AutoencoderBackward foreseen(AutoencoderBackward call) {
-  call.x = foreseen(call.x, true);
-  for (TensorView* each : {&call.dx, &call.dy, &call.dlatent, &call.dscore}) {
-    *each = foreseen(*each);
-  }
-  return call;
-}
-
-template <typename Call>
-std::string fused_yields(const Context& context, const Call& call) {
-  if (!autoencoder_products_are_faster(context, arguments(foreseen(call)))) return "";
-  return "plain products are faster for these sizes and so many rows";
+/// Entry i of the operator's list.
+template <typename Call, std::size_t i>
+Implementation<Call> entry() {
+  return {kKernels<Call>[i].name,
+          [](const Context& context, const Call& call) {
+            std::string reason = indices_decline(sizes_of(call.weights));
+            if (!reason.empty()) return reason;
+            return kKernels<Call>[i].declines(limits_of(context.device), foreseen(call));
+          },
+          [](const Context& context, const Call& call) {
+            if (done_without_rows(context, call)) return;
+            with_dense(context, call, [&](const Call& dense) {
+              kKernels<Call>[i].run(context, arguments(dense));
+            });
+          },
+          [](const Context& context, const Call& call) {
+            const auto yields = kKernels<Call>[i].yields;
+            return yields == nullptr ? std::string()
+                                     : yields(limits_of(context.device), foreseen(call));
+          }};
 }
 
 template <typename Call>
-void fused(const Context& context, const Call& call) {
-  if (done_without_rows(context, call)) return;
-  with_dense(context, call,
-             [&](const Call& dense) { autoencoder_fused_run(context, arguments(dense)); });
+Implementations<Call> list() {
+  static const auto entries = []<std::size_t... i>(std::index_sequence<i...>) {
+    return std::array{entry<Call, i>()...};
+  }(std::make_index_sequence<std::size(kKernels<Call>)>{});
+  return entries;
 }
-
-template <typename Call>
-void general(const Context& context, const Call& call) {
-  if (done_without_rows(context, call)) return;
-  with_dense(context, call,
-             [&](const Call& dense) { autoencoder_general_run(context, arguments(dense)); });
-}
-
-constexpr Implementation<AutoencoderForward> kForward[] = {
-    {"fused", fused_declines, fused, fused_yields},
-    {"general", sizes_decline, general},
-};
-
-constexpr Implementation<AutoencoderBackward> kBackward[] = {
-    {"fused", fused_declines, fused, fused_yields},
-    {"general", sizes_decline, general},
-};
 
 }  // namespace
 
-Implementations<AutoencoderForward> autoencoder_forward() { return kForward; }
-Implementations<AutoencoderBackward> autoencoder_backward() { return kBackward; }
+Implementations<AutoencoderForward> autoencoder_forward() { return list<AutoencoderForward>(); }
+Implementations<AutoencoderBackward> autoencoder_backward() { return list<AutoencoderBackward>(); }
 
 }  // namespace fusewise::cuda

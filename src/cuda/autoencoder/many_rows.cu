@@ -3,16 +3,15 @@
 // memory. x crosses memory once (the score reads it again, from L2), the result once. Bound by the
 // tensor cores in float32, by the latencies of loads, products and GELU in TF32 and halves.
 
-#include "cuda/autoencoder/many_rows.cuh"
-
 #include <algorithm>
 
+#include "common/scratch.h"
+#include "cuda/autoencoder/kernels.h"
 #include "cuda/autoencoder/rows.cuh"
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
 
-namespace fusewise::cuda {
-namespace autoencoder {
+namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kMels = DefaultShape::kMels, kLatents = DefaultShape::kLatents;
@@ -334,38 +333,14 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
   }
 }
 
-}  // namespace
-}  // namespace autoencoder
-
-using namespace autoencoder;
-
-bool autoencoder_takes_many_rows(const Context& context, const AutoencoderForwardArguments& call) {
-  const std::int64_t bytes = size_of(call.dtype);
-  const auto aligned = [](const void* address, std::int64_t stride, std::int64_t bytes) {
-    return rows_aligned(address, stride, bytes, 16);
-  };
-  const std::int64_t packed =
-      packed_bytes(autoencoder_many_rows_layout(call), packed_kind(call.dtype, call.tf32));
-  return has_default_shape(call.sizes) && aligned(call.x, call.x_stride, bytes) &&
-         aligned(call.out, kFrameWidth, bytes) && aligned(call.z, call.sizes.latent, bytes) &&
-         aligned(call.projection, call.sizes.latent, 4) &&
-         packed <= limits_of(context.device).block_shared_memory;
-}
-
-PackedLayout autoencoder_many_rows_layout(const AutoencoderForwardArguments& call) {
-  PackedLayout layout = packed_layout(call.sizes, false);
-  layout.wide = call.dtype != DType::f32;
-  return layout;
-}
-
-void autoencoder_run_many_rows(const Context& context, const AutoencoderForwardArguments& call,
-                               const PackedLayout& layout, const void* packed, int warps) {
+void launch(const Context& context, const AutoencoderForwardArguments& call,
+            const PackedLayout& layout, const void* packed, int warps) {
   if (call.out != nullptr && call.score != nullptr) {
     AutoencoderForwardArguments first = call, second = call;
     first.score = nullptr;
     second.out = second.z = second.projection = nullptr;
-    autoencoder_run_many_rows(context, first, layout, packed, warps);
-    return autoencoder_run_many_rows(context, second, layout, packed, warps);
+    launch(context, first, layout, packed, warps);
+    return launch(context, second, layout, packed, warps);
   }
   const Arguments a{call.x,
                     call.out,
@@ -393,15 +368,31 @@ void autoencoder_run_many_rows(const Context& context, const AutoencoderForwardA
     const std::int64_t shared =
         std::max<std::int64_t>(packed_bytes(layout, packed_kind(call.dtype, call.tf32)),
                                std::min(limits.shared_memory / 2, limits.block_shared_memory));
-    const Launch launch{context, std::min(tiles, all), 32 * warps, static_cast<std::size_t>(shared),
+    const Launch blocks{context, std::min(tiles, all), 32 * warps, static_cast<std::size_t>(shared),
                         true};
     const char* what = "running the autoencoder on many rows";
     if (call.score != nullptr) {
-      launch_kernel(launch, what, many_rows_kernel<P, true>, a);
+      launch_kernel(blocks, what, many_rows_kernel<P, true>, a);
     } else {
-      launch_kernel(launch, what, many_rows_kernel<P, false>, a);
+      launch_kernel(blocks, what, many_rows_kernel<P, false>, a);
     }
   });
 }
 
-}  // namespace fusewise::cuda
+}  // namespace
+
+void run_many_rows(const Context& context, const AutoencoderForwardArguments& call, int warps) {
+  PackedLayout layout = packed_layout(call.sizes, false);
+  layout.wide = call.dtype != DType::f32;
+  const PackedKind kind = packed_kind(call.dtype, call.tf32);
+  const Scratch<unsigned char> packed(context, packed_bytes(layout, kind));
+  pack_weights(context, call.sizes, call.parameters, call.parameter_dtype, call.dtype, kind, false,
+               layout, packed.data());
+  launch(context, call, layout, packed.data(), warps);
+}
+
+void run_many_rows(const Context& context, const AutoencoderForwardArguments& call) {
+  run_many_rows(context, call, 0);
+}
+
+}  // namespace fusewise::cuda::autoencoder

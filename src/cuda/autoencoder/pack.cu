@@ -85,17 +85,6 @@ __device__ __forceinline__ E packed_value(float value) {
   }
 }
 
-/// Over the block, in every thread; once a kernel.
-__device__ __forceinline__ float2 block_sum(float2 value) {
-  __shared__ float2 parts[kThreads / 32];
-  value = make_float2(warp_sum(value.x), warp_sum(value.y));
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
-  __syncthreads();
-  float2 sum = parts[0];
-  for (int i = 1; i < kThreads / 32; ++i) sum.x += parts[i].x, sum.y += parts[i].y;
-  return sum;
-}
-
 /// One row of a Linear behind a LayerNorm: weights times the norm's, bias plus weights times its
 /// bias. Transposed, less their mean: what goes back through a LayerNorm loses its own anyway.
 template <typename W, typename E, bool kRound>
@@ -108,22 +97,22 @@ __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inpu
     return __fmul_rn(p.read(weight, static_cast<long long>(n) * inputs + k),
                      p.read(norm_weight, k));
   };
-  float2 own{};  // bias, weights
+  float sums[2] = {};  // for the bias, and of the weights
   for (int k = threadIdx.x; k < 16 * input_blocks; k += blockDim.x) {
     float value = 0;
     if (n < outputs && k < inputs) {
       value = folded(k);
-      own.x += p.read(weight, static_cast<long long>(n) * inputs + k) * p.read(norm_bias, k);
-      own.y += value;
+      sums[0] += p.read(weight, static_cast<long long>(n) * inputs + k) * p.read(norm_bias, k);
+      sums[1] += value;
     }
     p.weights[4 * at + position<E>(p.order, n, of_frames ? p.layout.mel(k) : k, input_blocks,
                                    of_frames ? Side::mel_inputs : Side::bottleneck)] =
         packed_value<E, kRound>(value);
   }
-  const float2 sum = block_sum(own);
-  if (threadIdx.x == 0) packed_bias[n] = (n < outputs ? p.read(bias, n) : 0.f) + sum.x;
+  block_totals<kThreads>(sums);
+  if (threadIdx.x == 0) packed_bias[n] = (n < outputs ? p.read(bias, n) : 0.f) + sums[0];
   if (!p.backward) return;
-  const float mean = sum.y / inputs;
+  const float mean = sums[1] / inputs;
   for (int k = threadIdx.x; k < 16 * input_blocks; k += blockDim.x) {
     const float value = n < outputs && k < inputs ? folded(k) - mean : 0.f;
     p.weights[4 * transposed_at + position<E>(p.order, k, n, output_blocks,

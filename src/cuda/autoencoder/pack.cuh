@@ -34,12 +34,10 @@ struct PackedLayout {
   bool wide;
 
   /// Where column m of a frame stands in that order.
-  __host__ __device__ constexpr int mel(int m) const {
+  constexpr int mel(int m) const {
     return wide ? (m & ~31) | (m >> 2 & 1) << 4 | (m >> 3 & 3) << 2 | (m & 3) : m;
   }
-  static __host__ __device__ constexpr int matrix(int outputs, int inputs) {
-    return 64 * outputs * inputs;
-  }
+  static constexpr int matrix(int outputs, int inputs) { return 64 * outputs * inputs; }
 };
 
 constexpr PackedLayout packed_layout(const AutoencoderSizes& sizes, bool backward) {
@@ -76,6 +74,11 @@ constexpr PackedLayout packed_layout(const AutoencoderSizes& sizes, bool backwar
 
 /// float32 weights as they are, the same rounded to TF32, or halves.
 enum class PackedKind { f32, tf32, half };
+
+inline PackedKind packed_kind(DType dtype, bool tf32) {
+  if (dtype != DType::f32) return PackedKind::half;
+  return tf32 ? PackedKind::tf32 : PackedKind::f32;
+}
 
 inline std::int64_t packed_weight_bytes(const PackedLayout& layout, PackedKind kind) {
   return std::int64_t{layout.groups} * (kind == PackedKind::half ? 8 : 16);

@@ -3,24 +3,10 @@
 // The steps that forward and backward share: a warp's 16 rows, frame by frame, in registers.
 
 #include "cuda/autoencoder/fragments.cuh"
-#include "cuda/autoencoder/pack.cuh"
+#include "cuda/autoencoder/layer_norm.cuh"
+#include "cuda/autoencoder/plans.h"
 
 namespace fusewise::cuda::autoencoder {
-
-/// The sizes for which registers are kept, and how much of them is known before run time; the
-/// number of frames never is. n_mels 64, latent 32, slice_latent 64, rows aligned to vectors.
-struct DefaultShape {
-  static constexpr int kMels = 4, kLatents = 2, kSlices = 4;  // blocks of 16
-  static constexpr int kChunk = 2;                            // blocks of results made together
-  static constexpr int kBackwardChunk = 4;                    // there, a warp has more registers
-  static constexpr bool kWhole = true;                        // no padding, vectors everywhere
-};
-/// n_mels up to 128, latent up to 64, the rest any.
-struct WideShape {
-  static constexpr int kMels = 8, kLatents = 4, kSlices = 0;
-  static constexpr int kChunk = 1, kBackwardChunk = 1;
-  static constexpr bool kWhole = false;
-};
 
 template <typename Weight>
 struct PackedGroup {
@@ -108,58 +94,24 @@ __device__ __forceinline__ void multiply_blocks(Block (&results)[kResults], int 
   }
 }
 
-/// 1 / sqrt(value), to the last bit or so; 0 of a variance that is infinite, as torch has it.
-__device__ __forceinline__ float inverse_root(float value) {
-  const float guess = rsqrtf(value);
-  const float better = fmaf(guess * 0.5f, fmaf(-value * guess, guess, 1.f), guess);
-  return guess == 0.f ? 0.f : better;
-}
-
 /// Of the block, the same in all lanes for the compiler, too.
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
-/// The blocks become (value - mean) / sqrt(variance + 1e-5) of each row; `columns` of them are
-/// real.
+/// LayerNorm of both rows of the blocks, of which `columns` are real.
 template <bool kWhole, int kBlocks>
 __device__ __forceinline__ void normalise(Block (&blocks)[kBlocks], int count, int columns,
                                           float (&inverse_deviation)[2]) {
   const int first = 4 * (threadIdx.x % 4);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const float* v = blocks[b].v[r];
-      if (b < count) sum += (v[0] + v[1]) + (v[2] + v[3]);
-    }
-    const float mean = row_sum(sum) * (1.f / columns);
-    float squares = 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool real = kWhole || 16 * b + first + i < columns;
-        const float d = real ? blocks[b].v[r][i] - mean : 0.f;
-        blocks[b].v[r][i] = d;
-        squares = fmaf(d, d, squares);
-      }
-    }
-    const float inverse = inverse_root(row_sum(squares) * (1.f / columns) + 1e-5f);
-    inverse_deviation[r] = inverse;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) blocks[b].v[r][i] *= inverse;
-    }
+    inverse_deviation[r] = normalise_row<kBlocks, 4>(
+        [&](int b, int i) -> float& { return blocks[b].v[r][i]; }, row_sum, count, columns,
+        [&](int b, int i) { return kWhole || 16 * b + first + i < columns; });
   }
 }
 
-/// LayerNorm's gradient: from that of the normalised values (in `gradient`, less its mean: the
-/// weights see to that) to that of its input.
 template <int kBlocks>
 __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
                                                    const Block (&normalised)[kBlocks], int count,
@@ -167,25 +119,9 @@ __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
                                                    const float (&inverse_deviation)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float product = 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        product = fmaf(gradient[b].v[r][i], normalised[b].v[r][i], product);
-      }
-    }
-    product = row_sum(product) * (1.f / columns);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        gradient[b].v[r][i] =
-            inverse_deviation[r] * (gradient[b].v[r][i] - normalised[b].v[r][i] * product);
-      }
-    }
+    normalise_row_backward<kBlocks, 4>([&](int b, int i) -> float& { return gradient[b].v[r][i]; },
+                                       [&](int b, int i) { return normalised[b].v[r][i]; }, row_sum,
+                                       count, 1.f / columns, inverse_deviation[r]);
   }
 }
 
@@ -276,31 +212,6 @@ struct RowPair {
   }
 };
 
-/// Why neither shape takes these sizes; empty where one does.
-inline std::string shape_declines(const AutoencoderSizes& s) {
-  if (s.n_mels > 16 * WideShape::kMels)
-    return "n_mels above 128 does not fit in a warp's registers";
-  if (s.latent > 16 * WideShape::kLatents) {
-    return "latent_dim above 64 does not fit in a warp's registers";
-  }
-  return {};
-}
-
-/// Whether rows of a tensor that begin at `address`, `stride` elements of `bytes` apart, can be
-/// read in vectors of so many bytes, or of four elements.
-inline bool rows_aligned(const void* address, std::int64_t stride, std::int64_t bytes,
-                         std::int64_t vector) {
-  return reinterpret_cast<std::uintptr_t>(address) % vector == 0 && stride * bytes % vector == 0;
-}
-inline bool rows_aligned(const void* address, std::int64_t stride, std::int64_t bytes) {
-  return rows_aligned(address, stride, bytes, 4 * bytes);
-}
-
-inline bool has_default_shape(const AutoencoderSizes& s) {
-  return s.n_mels == 16 * DefaultShape::kMels && s.latent == 16 * DefaultShape::kLatents &&
-         s.slice_latent == 16 * DefaultShape::kSlices;
-}
-
 /// body(P): how the products are done.
 template <typename Body>
 void dispatch_products(DType dtype, bool tf32, Body&& body) {
@@ -315,11 +226,6 @@ void dispatch_products(DType dtype, bool tf32, Body&& body) {
     case DType::u8:
       return;
   }
-}
-
-inline PackedKind packed_kind(DType dtype, bool tf32) {
-  if (dtype != DType::f32) return PackedKind::half;
-  return tf32 ? PackedKind::tf32 : PackedKind::f32;
 }
 
 }  // namespace fusewise::cuda::autoencoder

@@ -1,0 +1,368 @@
+// Which kernel takes which call: both lists in the order in which they are tried, what each kernel
+// needs, and when another one is expected to be faster. All times are of an H200
+// (docs/autoencoder.md); on another GPU it matters how they compare, not how long they are.
+
+#include "cuda/autoencoder/selection.h"
+
+#include "common/divide.h"
+#include "cuda/autoencoder/gradients.cuh"
+
+namespace fusewise::cuda::autoencoder {
+namespace {
+
+using Forward = AutoencoderForwardArguments;
+using Backward = AutoencoderBackwardArguments;
+
+std::string text(std::int64_t value) { return std::to_string(value); }
+
+/// The first reason that is not empty; those behind it are not asked.
+template <auto... kReasons, typename Call>
+std::string first_of(const DeviceLimits& limits, const Call& call) {
+  std::string found;
+  static_cast<void>((... || !(found = kReasons(limits, call)).empty()));
+  return found;
+}
+
+// ---- what a kernel needs
+
+template <typename Call>
+std::string float64_declines(const DeviceLimits&, const Call& call) {
+  if (call.dtype != DType::f64) return {};
+  return "it multiplies float32, float16 and bfloat16, and x is float64";
+}
+
+/// n_mels, latent and slice_latent of the default model.
+bool has_default_sizes(const AutoencoderSizes& s) {
+  return s.n_mels == 16 * DefaultShape::kMels && s.latent == 16 * DefaultShape::kLatents &&
+         s.slice_latent == 16 * DefaultShape::kSlices;
+}
+template <typename Call>
+std::string sizes_decline(const DeviceLimits&, const Call& call) {
+  const AutoencoderSizes& s = call.sizes;
+  if (has_default_sizes(s)) return {};
+  return "it is for n_mels 64, latent 32 and slice_latent 64, not " + text(s.n_mels) + ", " +
+         text(s.latent) + " and " + text(s.slice_latent);
+}
+template <typename Call>
+std::string frames_decline(const DeviceLimits&, const Call& call) {
+  if (call.sizes.frames == 5) return {};
+  return "it is for 5 frames, not " + text(call.sizes.frames);
+}
+template <typename Call>
+std::string registers_decline(const DeviceLimits&, const Call& call) {
+  constexpr int kMels = 16 * WideShape::kMels, kLatent = 16 * WideShape::kLatents;
+  const AutoencoderSizes& s = call.sizes;
+  if (s.n_mels <= kMels && s.latent <= kLatent) return {};
+  return "a warp has registers for n_mels up to " + text(kMels) + " and latent up to " +
+         text(kLatent) + ", not for " + text(s.n_mels) + " and " + text(s.latent);
+}
+
+/// A tensor whose rows are read or written in vectors; a null address is aligned.
+struct AlignedRows {
+  const char* name;
+  const void* address;
+  std::int64_t bytes;   ///< from row to row
+  std::int64_t vector;  ///< bytes
+};
+std::string alignment_declines(std::initializer_list<AlignedRows> tensors) {
+  for (const AlignedRows& t : tensors) {
+    const auto address = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(t.address));
+    if (address % t.vector == 0 && t.bytes % t.vector == 0) continue;
+    return std::string(t.name) + " must have rows at multiples of " + text(t.vector) +
+           " bytes, but its first is " + text(address % t.vector) +
+           " bytes behind one and they are " + text(t.bytes) + " bytes apart";
+  }
+  return {};
+}
+/// few_rows.cu reads four elements of a matrix at a time.
+std::string weights_decline(const DeviceLimits&, const Forward& call) {
+  const auto& p = call.parameters;
+  const AutoencoderSizes& s = call.sizes;
+  const std::int64_t bytes = size_of(call.parameter_dtype), vector = 4 * bytes;
+  const std::int64_t basis = std::int64_t{s.frames} * s.slice_latent;
+  return alignment_declines({{"encoder_weight", p.encoder_weight, s.n_mels * bytes, vector},
+                             {"basis", p.basis, basis * bytes, vector},
+                             {"mid_weight", p.mid_weight, s.latent * bytes, vector},
+                             {"decoder_weight", p.decoder_weight, s.slice_latent * bytes, vector}});
+}
+/// Rows of data in vectors of kVector bytes, or of four elements where that is 0; of the projection
+/// always of four floats.
+template <int kVector>
+std::string rows_decline(const DeviceLimits&, const Forward& call) {
+  const std::int64_t bytes = size_of(call.dtype), vector = kVector > 0 ? kVector : 4 * bytes;
+  const std::int64_t latent = call.sizes.latent;
+  const std::int64_t width = std::int64_t{call.sizes.frames} * call.sizes.n_mels;
+  return alignment_declines({{"x", call.x, call.x_stride * bytes, vector},
+                             {"y", call.out, width * bytes, vector},
+                             {"latent", call.z, latent * bytes, vector},
+                             {"projection", call.projection, latent * 4, 16}});
+}
+template <int kVector>
+std::string gradient_rows_decline(const DeviceLimits&, const Backward& call) {
+  const std::int64_t bytes = size_of(call.dtype), vector = kVector > 0 ? kVector : 4 * bytes;
+  const std::int64_t latent = call.sizes.latent;
+  const std::int64_t width = std::int64_t{call.sizes.frames} * call.sizes.n_mels;
+  return alignment_declines({{"x", call.x, call.x_stride * bytes, vector},
+                             {"dy", call.d_out, width * bytes, vector},
+                             {"dx", call.dx, width * bytes, vector},
+                             {"dlatent", call.d_z, latent * bytes, vector},
+                             {"projection", call.projection, latent * 4, 16}});
+}
+
+std::string memory_declines(const DeviceLimits& limits, std::int64_t bytes) {
+  if (bytes <= limits.block_shared_memory) return {};
+  return "it takes " + text(bytes) + " bytes of shared memory, and a block has " +
+         text(limits.block_shared_memory);
+}
+/// The packing kernel, and that which finishes the basis's gradient, hold a basis vector.
+template <typename Call>
+std::string basis_declines(const DeviceLimits& limits, const Call& call) {
+  return memory_declines(limits, basis_shared_bytes(call.sizes));
+}
+std::int64_t packed_bytes_of(const Forward& call) {
+  return packed_bytes(packed_layout(call.sizes, false), packed_kind(call.dtype, call.tf32));
+}
+std::string many_rows_memory_declines(const DeviceLimits& limits, const Forward& call) {
+  return memory_declines(limits, packed_bytes_of(call));
+}
+std::string block16_memory_declines(const DeviceLimits& limits, const Forward& call) {
+  const ForwardPlan most{DefaultShape::kMostWarps, true};
+  return memory_declines(
+      limits, packed_bytes_of(call) + exchange_bytes(most, packed_layout(call.sizes, false)));
+}
+std::string backward_memory_declines(const DeviceLimits& limits, const Backward& call) {
+  return memory_declines(limits, backward_block16_bytes(call.dtype));
+}
+template <typename Shape, int kWarps>
+std::string tile_memory_declines(const DeviceLimits& limits, const Backward& call) {
+  return memory_declines(limits, shared_bytes<Shape>(call, {kWarps, false}));
+}
+
+std::string two_gradients_decline(const DeviceLimits&, const Backward& call) {
+  if (call.d_out == nullptr || call.d_score == nullptr) return {};
+  return "it takes the gradient of the reconstruction or of the score, not of both";
+}
+/// wgmma instructions are of sm_90a alone.
+std::string architecture_declines(const DeviceLimits& limits, const Backward&) {
+  if (limits.gpu_capability == 90) return {};
+  return "it is built for sm_90a, and this GPU is sm_" + text(limits.gpu_capability);
+}
+std::string exact_products_decline(const DeviceLimits&, const Backward& call) {
+  if (call.dtype != DType::f32 || call.tf32) return {};
+  return "it multiplies TF32, float16 and bfloat16, and TF32 is not allowed for float32";
+}
+std::string wgmma_call_declines(const DeviceLimits&, const Backward& call) {
+  if (call.d_z != nullptr) return "it does not take the latent's gradient";
+  if (call.d_out == nullptr && call.d_score == nullptr) return "no gradient comes in";
+  if (call.projection == nullptr) return "it needs the projection that forward keeps";
+  if (!wanted_sums(call).any()) return "no gradient of a weight is wanted that has sums over rows";
+  return {};
+}
+
+// ---- which one is faster
+
+/// Of float32 exactly, of TF32 and of half precision.
+template <typename Time, typename Call>
+double time_of(const Call& call, const Time (&times)[3]) {
+  return times[call.dtype != DType::f32 ? 2 : call.tf32 ? 1 : 0].of(call.sizes);
+}
+
+/// Microseconds by GEMMs, fitted to `lab/autoencoder_plans sizes`.
+struct GemmTime {
+  double fixed;
+  double traffic;  ///< of a thousand values that the steps read and write
+
+  double of(const AutoencoderSizes& s) const {
+    return fixed +
+           traffic * static_cast<double>(s.rows) * s.frames * (s.n_mels + s.slice_latent) / 1000;
+  }
+};
+
+/// Microseconds by the kernels of forward.cu and backward.cu, likewise.
+struct FusedTime {
+  double fixed;
+  /// Of a thousand multiplications for a row: of any rows, of a quarter as many as the GPU has at
+  /// once, and of all of these. Twice as many as it has take twice as long.
+  double any, quarter, whole;
+
+  double of(const AutoencoderSizes& s) const {
+    const auto padded = [](int size) { return 16. * ((size + 15) / 16); };
+    const double m = padded(s.n_mels), l = padded(s.latent), h = padded(s.slice_latent);
+    const double work = s.frames * (m * h + h * l + m * l) / 1000;
+    const double waves = static_cast<double>(s.rows) / 16384;
+    return fixed + work * std::max(1., waves) *
+                       (any + quarter * std::min(1., 4 * waves) + whole * std::min(1., waves));
+  }
+};
+
+std::string yields_to_gemms(double gemms, double fused) {
+  if (gemms >= fused) return {};
+  return "'general' is expected to be faster for these sizes and so many rows: " +
+         text(static_cast<std::int64_t>(gemms)) + " against " +
+         text(static_cast<std::int64_t>(fused)) + " us on an H200";
+}
+
+std::string few_rows_declines(const DeviceLimits& limits, const Forward& call) {
+  return first_of<float64_declines<Forward>, sizes_decline<Forward>, frames_decline<Forward>,
+                  weights_decline>(limits, call);
+}
+std::string many_rows_declines(const DeviceLimits& limits, const Forward& call) {
+  return first_of<float64_declines<Forward>, sizes_decline<Forward>, rows_decline<16>,
+                  basis_declines<Forward>, many_rows_memory_declines>(limits, call);
+}
+
+/// From five rows a multiprocessor on, tensor cores are faster.
+std::string few_rows_yields(const DeviceLimits& limits, const Forward& call) {
+  const std::int64_t most = std::int64_t{4} * limits.multiprocessors;
+  if (call.sizes.rows <= most) return {};
+  return "tensor cores are faster for more than " + text(most) + " rows";
+}
+
+/// Warps with 16 rows each are faster than warps that share them: always in half precision (600
+/// rows of bfloat16: 9.1 against 9.8 us); in TF32 with more than 16 rows a multiprocessor (4096
+/// rows: 13.6 against 15.5, but 2112 rows: 13.2 against 11.3); in float32 with more than two such
+/// blocks (4096 rows: 21.2 against 20.3).
+std::string many_rows_yields(const DeviceLimits& limits, const Forward& call) {
+  const int each = call.dtype != DType::f32 ? 0 : call.tf32 ? 16 : 32;
+  const std::int64_t most = std::int64_t{each} * limits.multiprocessors;
+  if (call.sizes.rows > most) return {};
+  return "warps that share 16 rows are faster for up to " + text(most) + " rows";
+}
+
+/// GEMMs are in question only where many_rows declines: the default model has kernels of its own
+/// for any number of rows.
+std::string forward_yields(const DeviceLimits& limits, const Forward& call) {
+  constexpr GemmTime kGemms[] = {{38, 0.0097}, {33, 0.0066}, {31, 0.0049}};
+  constexpr FusedTime kFused[] = {
+      {13, 0.41, 0.14, 2.04}, {13, 0.41, 0.44, 1.04}, {13, 0.25, 0.11, 0.88}};
+  if (many_rows_declines(limits, call).empty()) return {};
+  return yields_to_gemms(time_of(call, kGemms), time_of(call, kFused));
+}
+
+std::string block16_declines(const DeviceLimits& limits, const Backward& call) {
+  return first_of<float64_declines<Backward>, sizes_decline<Backward>, frames_decline<Backward>,
+                  two_gradients_decline, gradient_rows_decline<16>, backward_memory_declines>(
+      limits, call);
+}
+
+/// Both kernels take as long as the multiprocessor with most tiles of rows, of 128 and of 16; a
+/// large tile takes as long as some four small ones, or, as it goes through the score, somewhat
+/// more, and wgmma begins and ends later. From the times of 4096 to 65536 rows, in TF32 and
+/// bfloat16.
+std::string wgmma_yields(const DeviceLimits& limits, const Backward& call) {
+  const auto turns = [&](int tile) {
+    return static_cast<double>(
+        divide_up(call.sizes.rows, std::int64_t{tile} * limits.multiprocessors));
+  };
+  const bool of_score = call.d_score != nullptr;
+  const double large = of_score ? 4.6 * turns(128) + 1.8 : 4 * turns(128) + 1.5;
+  if (large < turns(16)) return {};
+  return "'block16' is faster for " + text(call.sizes.rows) + " rows: its tiles of 16 rows go to " +
+         text(limits.multiprocessors) + " multiprocessors more evenly than those of 128";
+}
+
+/// GEMMs are in question only where block16 declines, likewise.
+std::string backward_yields(const DeviceLimits& limits, const Backward& call) {
+  constexpr GemmTime kGemms[] = {{97, 0.0289}, {86, 0.0198}, {81, 0.0134}};
+  constexpr FusedTime kPadded[] = {{66, 4.63, 0, 2.55}, {60, 3.39, 0, 1.87}, {59, 2.92, 0, 1.10}};
+  constexpr FusedTime kDefault[] = {{30, 1.72, 0, 0.70}, {20, 1.11, 0, 0.37}, {20, 1.05, 0, 0.31}};
+  if (block16_declines(limits, call).empty()) return {};
+  const bool has_default =
+      first_of<sizes_decline<Backward>, gradient_rows_decline<0>>(limits, call).empty();
+  return yields_to_gemms(time_of(call, kGemms), time_of(call, has_default ? kDefault : kPadded));
+}
+
+template <typename Call, std::size_t kCount>
+const Kernel<Call>& first_taker(const Kernel<Call> (&kernels)[kCount], const DeviceLimits& limits,
+                                const Call& call) {
+  for (const Kernel<Call>& each : kernels) {
+    if (each.declines(limits, call).empty() &&
+        (each.yields == nullptr || each.yields(limits, call).empty())) {
+      return each;
+    }
+  }
+  return kernels[kCount - 1];
+}
+
+template <typename Call>
+std::string never_declines(const DeviceLimits&, const Call&) {
+  return {};
+}
+
+}  // namespace
+
+const Kernel<Forward> kForwardKernels[] = {
+    {"few_rows", few_rows_declines, few_rows_yields, run_few_rows},
+    {"many_rows", many_rows_declines, many_rows_yields, run_many_rows},
+    {"block16",
+     first_of<float64_declines<Forward>, sizes_decline<Forward>, rows_decline<0>,
+              basis_declines<Forward>, block16_memory_declines>,
+     forward_yields, run_block16},
+    {"padded",
+     first_of<float64_declines<Forward>, registers_decline<Forward>, basis_declines<Forward>>,
+     forward_yields, run_padded},
+    {"general", never_declines<Forward>, nullptr, run_general},
+};
+
+const Kernel<Backward> kBackwardKernels[] = {
+    {"wgmma",
+     first_of<architecture_declines, block16_declines, exact_products_decline, wgmma_call_declines>,
+     wgmma_yields, run_wgmma},
+    {"block16", block16_declines, nullptr, run_block16},
+    {"warps",
+     first_of<float64_declines<Backward>, sizes_decline<Backward>, gradient_rows_decline<0>,
+              basis_declines<Backward>, tile_memory_declines<DefaultShape, 4>>,
+     backward_yields, run_warps},
+    {"padded",
+     first_of<float64_declines<Backward>, registers_decline<Backward>, basis_declines<Backward>,
+              tile_memory_declines<WideShape, 1>>,
+     backward_yields, run_padded},
+    {"general", never_declines<Backward>, nullptr, run_general},
+};
+
+const Kernel<Forward>& choose(const DeviceLimits& limits, const Forward& call) {
+  return first_taker(kForwardKernels, limits, call);
+}
+const Kernel<Backward>& choose(const DeviceLimits& limits, const Backward& call) {
+  return first_taker(kBackwardKernels, limits, call);
+}
+
+// ---- how a kernel is laid out
+
+template <typename Shape>
+ForwardPlan forward_plan(const DeviceLimits& limits, const AutoencoderSizes& sizes) {
+  const std::int64_t tiles = divide_up(sizes.rows, 16), all = limits.multiprocessors;
+  // While there are multiprocessors to spare, the warps of a block share 16 rows; on Hopper two
+  // such blocks have room on one of them.
+  if (Shape::kWhole || tiles <= 2 * all) {
+    const int units = units_of<Shape>(packed_layout(sizes, false));
+    return {std::clamp(tiles <= all ? units : (units + 1) / 2, 1, Shape::kMostWarps), true};
+  }
+  // Else all warps have the same number of rows.
+  const std::int64_t rounds = divide_up(tiles, all * Shape::kMostWarps);
+  return {static_cast<int>(divide_up(tiles, all * rounds)), false};
+}
+template ForwardPlan forward_plan<DefaultShape>(const DeviceLimits&, const AutoencoderSizes&);
+template ForwardPlan forward_plan<WideShape>(const DeviceLimits&, const AutoencoderSizes&);
+
+template <typename Shape>
+BackwardPlan backward_plan(const DeviceLimits& limits, const Backward& call) {
+  const auto fits = [&](const BackwardPlan& plan) {
+    return shared_bytes<Shape>(call, plan) <= limits.block_shared_memory;
+  };
+  // Few rows: four warps, which share the sums, on as many multiprocessors as there are.
+  const std::int64_t tiles = divide_up(call.sizes.rows, 16);
+  BackwardPlan plan{};
+  plan.warps = static_cast<int>(std::clamp<std::int64_t>(
+      divide_up(tiles, 4 * limits.multiprocessors) * 4, 4, kMostBackwardWarps));
+  // The encoder's sums, to which every frame adds, are held in shared memory, unless the score's
+  // weights lie there: shared memory is taken from L1, where loads wait (65536 rows in float32: 496
+  // us against 478).
+  plan.holds = Shape::kWhole && call.d_score == nullptr && fits({4, true});
+  while (plan.warps > 1 && !fits(plan)) plan.warps /= 2;
+  return plan;
+}
+template BackwardPlan backward_plan<DefaultShape>(const DeviceLimits&, const Backward&);
+template BackwardPlan backward_plan<WideShape>(const DeviceLimits&, const Backward&);
+
+}  // namespace fusewise::cuda::autoencoder
