@@ -41,6 +41,7 @@ STABLE_TORCH_LIBRARY(fusewise, m) {
       "_mlp_backward(Tensor dy, Tensor x, Tensor[] weights, Tensor[] saved, str activation, "
       "str final_activation, bool need_dx, int[] needs, bool tf32, bool reduced_sums, bool tune, "
       "str implementation) -> Tensor[]");
+  m.def("_mlp_is_kept(str activation, bool last) -> bool");
   m.def(
       "_squeeze_excite_explain(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
       "str activation, str gate, bool backward, str implementation) -> str");
