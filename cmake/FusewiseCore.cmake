@@ -17,6 +17,7 @@ set(common_sources
   src/common/tensor.cpp)
 set(cpu_sources
   src/cpu/autoencoder.cpp
+  src/cpu/gemm.cpp
   src/cpu/linear_act.cpp
   src/cpu/squeeze_excite.cpp
   src/cpu/threads.cpp)
@@ -58,6 +59,11 @@ fusewise_core_target(fusewise_cpu)
 add_library(fusewise STATIC)
 add_library(fusewise::fusewise ALIAS fusewise)
 fusewise_core_target(fusewise)
+if(FUSEWISE_WITH_BLAS)
+  target_compile_definitions(fusewise PRIVATE FUSEWISE_BLAS)
+  target_include_directories(fusewise PRIVATE ${FUSEWISE_CBLAS_INCLUDE})
+  target_link_libraries(fusewise PRIVATE ${BLAS_LIBRARIES})
+endif()
 if(FUSEWISE_WITH_CUDA)
   set(cuda_sources
     src/cuda/autoencoder/backward.cu

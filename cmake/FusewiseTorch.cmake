@@ -23,7 +23,6 @@ function(fusewise_torch_library name core)
     bindings/torch/call.cpp
     bindings/torch/failure.cpp
     bindings/torch/linear_act.cpp
-    bindings/torch/products.cpp
     bindings/torch/operators.cpp)
   target_compile_definitions(${name} PRIVATE TORCH_TARGET_VERSION=0x020b000000000000ULL)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)

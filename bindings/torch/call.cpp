@@ -1,12 +1,12 @@
 #include "call.h"
 
-#include <sys/mman.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <string>
 
 #include "common/check.h"
+#include "common/scratch.h"
 #include "failure.h"
 
 namespace fusewise::binding {
@@ -55,43 +55,9 @@ DType dtype_of(const char* name, const Tensor& tensor) {
   }
 }
 
-std::int32_t torch_dtype(DType dtype) {
-  switch (dtype) {
-    case DType::f64:
-      return aoti_torch_dtype_float64();
-    case DType::f16:
-      return aoti_torch_dtype_float16();
-    case DType::bf16:
-      return aoti_torch_dtype_bfloat16();
-    case DType::u8:
-      return aoti_torch_dtype_uint8();
-    case DType::f32:
-      break;
-  }
-  return aoti_torch_dtype_float32();
-}
-
-/// From this size on, malloc always maps fresh pages and unmaps them when they are freed.
-constexpr std::int64_t kAlwaysMapped = 32 << 20;
-
-/// The page faults of a large new tensor cost more than the arithmetic: asks for large pages. The
-/// hint ends with the tensor, because its memory is a mapping of its own.
-void prefer_large_pages(void* memory, std::int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr std::uintptr_t kPage = 2 << 20;
-  const auto address = reinterpret_cast<std::uintptr_t>(memory);
-  const std::uintptr_t begin = (address + kPage - 1) / kPage * kPage;
-  const std::uintptr_t end = (address + bytes) / kPage * kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
 /// A new tensor, ready to be written.
 Tensor prepared(Tensor tensor) {
-  const std::int64_t bytes = bytes_of(tensor);
-  if (tensor.is_cpu() && bytes >= kAlwaysMapped) {
-    prefer_large_pages(tensor.mutable_data_ptr(), bytes);
-  }
+  if (tensor.is_cpu()) prefer_large_pages(tensor.mutable_data_ptr(), bytes_of(tensor));
   return tensor;
 }
 
@@ -125,6 +91,22 @@ bool is_dense_in(const Tensor& tensor, const std::vector<int>& order) {
 }
 
 }  // namespace
+
+std::int32_t torch_dtype(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return aoti_torch_dtype_float64();
+    case DType::f16:
+      return aoti_torch_dtype_float16();
+    case DType::bf16:
+      return aoti_torch_dtype_bfloat16();
+    case DType::u8:
+      return aoti_torch_dtype_uint8();
+    case DType::f32:
+      break;
+  }
+  return aoti_torch_dtype_float32();
+}
 
 Device device_of(const char* name, const Tensor& tensor) {
   if (tensor.is_cpu()) return {DeviceType::cpu, 0};

@@ -23,6 +23,7 @@ TensorView kind_of(const char* name, const Tensor& tensor);
 
 /// Throws Error naming the argument where the tensor is on a device that the core does not know.
 Device device_of(const char* name, const Tensor& tensor);
+std::int32_t torch_dtype(DType dtype);
 std::int64_t bytes_of(const Tensor& tensor);
 
 /// Throws Error naming the argument where the tensor is of a kind that the core does not know.

@@ -1,5 +1,7 @@
-// The CPU library's context: torch's own threads run our loops, so that nobody fights for cores.
+// The CPU library's context: torch's own threads run our loops, so that nobody fights for cores,
+// and torch's own libraries multiply.
 
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <exception>
@@ -31,16 +33,46 @@ class TorchThreads : public Executor {
   }
 };
 
+/// A view as a tensor that does not own its memory.
+Tensor tensor_of(const TensorView& view) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      view.data, view.rank, view.sizes.data(), view.strides.data(), 0, torch_dtype(view.dtype),
+      aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+/// What torch's linear takes for matrices, but without the dispatcher and into memory that is
+/// there. Of x with more dimensions than two, torch's linear may round the product before it adds
+/// the bias; here all are matrices.
+class TorchGemm : public Gemm {
+ public:
+  bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
+                const TensorView& d) override {
+    const Tensor left = tensor_of(a), right = tensor_of(b), out = tensor_of(d);
+    const AOTITorchError status = bias.defined()
+                                      ? aoti_torch_cpu_addmm_out(out.get(), tensor_of(bias).get(),
+                                                                 left.get(), right.get(), 1, 1)
+                                      : aoti_torch_cpu_mm_out(out.get(), left.get(), right.get());
+    if (status != AOTI_TORCH_SUCCESS) {
+      fail_as_torch(bias.defined() ? "aten::addmm" : "aten::mm", {}, bytes_of(out));
+    }
+    return true;
+  }
+};
+
 }  // namespace
 
 void check_works(Device) {}
 
 struct CallContext::State {
   TorchThreads threads;
+  TorchGemm gemm;
 };
 
 CallContext::CallContext(const Tensor&) : state_(std::make_unique<State>()) {
   context_.executor = &state_->threads;
+  context_.gemm = &state_->gemm;
 }
 
 CallContext::~CallContext() = default;

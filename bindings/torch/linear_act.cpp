@@ -1,20 +1,16 @@
-// Linear + activation and stacks of it for torch: allocation and the calls; the core does the
-// checks. On the CPU torch's own libraries do the products, and the core the rest.
+// Linear + activation and stacks of it for torch: allocation and the calls; the core does the rest.
 // Compiled once for each device: FUSEWISE_DEVICE is CPU or CUDA.
-
-#include "fusewise/linear_act.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <array>
+#include <algorithm>
 #include <tuple>
 
 #include "call.h"
 #include "common/check.h"
-#include "common/linear_act.h"
 #include "common/matrix.h"
-#include "products.h"
+#include "fusewise/mlp.h"
 #include "text.h"
 
 namespace fusewise::binding {
@@ -35,8 +31,6 @@ Sizes with_last(const Tensor& x, std::int64_t last) {
   return sizes;
 }
 
-bool is_usable(const TensorView& t) { return has_adjacent_rows(t) || has_adjacent_columns(t); }
-
 /// A tensor [..., K] as the matrix [M, K], and whoever holds its memory.
 struct Rows {
   Tensor tensor;
@@ -44,7 +38,7 @@ struct Rows {
 };
 
 /// Without a copy where the leading dimensions can be walked as one, and, for `operand`, where
-/// libraries of products take it.
+/// GEMMs take it.
 Rows rows_of(const char* name, const Tensor& tensor, bool operand) {
   check(tensor.dim() >= 1, name, ": expected at least 1 dimension, got a scalar");
   TensorView view = kind_of(name, tensor);
@@ -63,179 +57,91 @@ Rows rows_of(const char* name, const Tensor& tensor, bool operand) {
     joined = joined && strides[d] == view.strides[0] * view.sizes[0];
     view.sizes[0] *= sizes[d];
   }
-  if ((joined && (!operand || is_usable(view))) || tensor.numel() == 0) return {tensor, view};
+  if ((joined && (!operand || is_matrix(view))) || tensor.numel() == 0) return {tensor, view};
   return rows_of(name, dense(tensor), operand);
 }
 
-struct Settings {
-  Activation activation;
-  ProductMath math;
-  const Text& implementation;
-};
-
-/// What forward needs besides y, and what it keeps of it. Nothing is empty.
-struct Forward {
-  Tensor y, kept;
-};
-
-bool keeps_z(Activation activation) {
-  return activation != Activation::identity && activation != Activation::relu;
-}
-
-LinearActForward forward_call(const TensorView& x, const TensorView& w, const TensorView& b,
-                              const Settings& settings) {
-  LinearActForward call;
-  call.x = x;
-  call.w = w;
-  call.b = b;
-  call.activation = settings.activation;
-  call.math = settings.math;
-  call.implementation = settings.implementation;
-  return call;
-}
-
-/// A view of what is not there yet, for checks and for those who ask what would run.
-TensorView imagined(const TensorView& like, DType dtype, std::int64_t rows, std::int64_t columns) {
-  static char somewhere;
-  return TensorView(&somewhere, dtype, like.device, {rows, columns});
+/// The core's checks say what is wrong with a weight that is no matrix.
+Rows weight_rows(const Tensor& w) {
+  return w.dim() == 2 ? rows_of("w", w, true) : Rows{w, view_of("w", w)};
 }
 
 std::int64_t rows_in(const TensorView& t) { return t.rank >= 1 ? t.sizes[0] : 0; }
 
-/// Through a matrix of m rows: of x with more dimensions, torch's linear may round the product
-/// before it adds the bias. The result is no view, so that autograd lets callers change it in
-/// place.
-Tensor product(const Tensor& x, std::int64_t m, const Tensor& w, const OptionalTensor& b) {
-  if (x.dim() == 2) return linear(x, w, b);
-  const Tensor z = linear(torch::stable::reshape(x, Sizes{m, x.size(-1)}), w, b);
-  std::array<StableIValue, 2> stack{torch::stable::detail::from(z),
-                                    torch::stable::detail::from(with_last(x, w.size(0)))};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::_unsafe_view", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+/// What backward needs of a layer with m rows; y has the shape `shape`.
+Tensor new_kept(const Tensor& x, Activation activation, DType dtype, std::int64_t m,
+                const Sizes& shape) {
+  if (activation == Activation::relu) return new_dense(x, DType::u8, {m, bit_bytes(shape.back())});
+  return new_dense(x, dtype, shape);
 }
 
-Forward forward(const CallContext& context, const Tensor& x, const Tensor& w,
-                const OptionalTensor& b, const Settings& settings, bool save) {
-  const Rows x_rows = rows_of("x", x, true);
-  const Rows w_rows = w.dim() == 2 ? rows_of("w", w, true) : Rows{w, view_of("w", w)};
-  const OptionalTensor b_dense = dense(b);
-  LinearActForward call = forward_call(x_rows.view, w_rows.view, view_of("b", b_dense), settings);
-  const std::int64_t m = call.x.sizes[0], n = rows_in(call.w);
-  const DType dtype = call.x.dtype;
-  call.y = imagined(call.x, dtype, m, n);
-  check_call(context.get(), call);
-
-  const bool relu = settings.activation == Activation::relu;
-  const bool z_kept = save && keeps_z(settings.activation);
-  const Sizes shape = with_last(x, n);
-  Forward result;
-  if (x.is_cpu()) {
-    const Tensor z = product(x, m, w, b_dense);
-    call.z = rows_of("z", z, true).view;
-    result.y = z_kept ? new_dense(x, dtype, shape) : z;
-    result.kept = z_kept ? z : new_dense(x, dtype, {0});
-  } else {
-    result.y = new_dense(x, dtype, shape);
-    result.kept = new_dense(x, dtype, z_kept ? shape : Sizes{0});
+/// A gradient in the shape and strides of `like`; empty where it is not wanted.
+class Gradient {
+ public:
+  Gradient(const Tensor& like, DType dtype, bool wanted)
+      : tensor_(wanted ? new_like(like) : new_dense(like, dtype, {0})) {
+    if (wanted) rows_ = rows_of("gradient", tensor_, true);
   }
-  if (save && relu) result.kept = new_dense(x, DType::u8, {m, bit_bytes(n)});
-  call.y = rows_of("y", result.y, true).view;
-  if (save && settings.activation != Activation::identity) {
-    call.kept = rows_of("kept", result.kept, true).view;
+  /// Absent where it is not wanted.
+  const TensorView& view() const { return rows_.view; }
+  /// Where no GEMM can write its strides, a dense one was written.
+  Tensor finished() {
+    if (view().defined() && view().data != tensor_.const_data_ptr()) {
+      torch::stable::copy_(tensor_, rows_.tensor);
+    }
+    return tensor_;
   }
-  linear_act(context.get(), call);
-  return result;
-}
 
-struct Backward {
-  Tensor dx, dw, db;
+ private:
+  Tensor tensor_;
+  Rows rows_;
 };
 
-struct Needs {
-  bool dx, dw, db;
+void check_gradient(const TensorView& dy, const TensorView& x, const TensorView& w) {
+  check(dy.sizes[0] == x.sizes[0] && dy.sizes[1] == w.sizes[0], "dy: expected [", x.sizes[0], ", ",
+        w.sizes[0], "], got ", dy);
+  check(dy.dtype == x.dtype, "dy: expected dtype ", x.dtype, ", got ", dy.dtype);
+}
+
+// One layer. -------------------------------------------------------------------------------------
+
+/// A call, and who holds its memory.
+struct Forward {
+  Rows x, w;
+  OptionalTensor b;
+  Tensor y, kept;  // kept is empty where nothing is
+  LinearActForward call;
+
+  Forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+          const Text& activation, bool save)
+      : x(rows_of("x", input, true)), w(weight_rows(weight)), b(dense(bias)) {
+    call.x = x.view;
+    call.w = w.view;
+    call.b = view_of("b", b);
+    call.activation = activation_from(activation);
+    const DType dtype = call.x.dtype;
+    const Sizes shape = with_last(input, rows_in(call.w));
+    y = new_dense(input, dtype, shape);
+    call.y = rows_of("y", y, true).view;
+    if (save && call.activation != Activation::identity) {
+      kept = new_kept(input, call.activation, dtype, call.x.sizes[0], shape);
+      call.kept = rows_of("kept", kept, true).view;
+    } else {
+      kept = new_dense(input, dtype, {0});
+    }
+  }
 };
-
-/// A gradient like `tensor`; empty where it is not wanted.
-Tensor gradient_of(const Tensor& tensor, DType dtype, bool needed) {
-  return needed ? new_like(tensor) : new_dense(tensor, dtype, {0});
-}
-
-/// A product's result as a tensor of the shape and strides of `like`.
-Tensor laid_out_as(const Tensor& like, const Tensor& result) {
-  if (like.is_contiguous()) return torch::stable::reshape(result, sizes_of(like));
-  Tensor out = new_like(like);
-  torch::stable::copy_(out, torch::stable::reshape(result, sizes_of(like)));
-  return out;
-}
-
-/// `dy` may be overwritten where it is `ours`.
-Backward backward(const CallContext& context, const Tensor& dy, const Tensor& x, const Tensor& w,
-                  const Tensor& kept, const Settings& settings, Needs needs, bool ours) {
-  const Rows dy_rows = rows_of("dy", dy, false);
-  LinearActBackward call;
-  call.dy = dy_rows.view;
-  const std::int64_t m = call.dy.sizes[0], n = call.dy.sizes[1];
-  const DType dtype = call.dy.dtype;
-  // Where no product reads it, x is but a shape: nothing is made of it.
-  const Rows x_rows = rows_of("x", x, needs.dw), w_rows = rows_of("w", w, needs.dx);
-  const bool identity = settings.activation == Activation::identity;
-  const Rows kept_rows = identity ? Rows{kept, {}} : rows_of("kept", dense(kept), true);
-  call.x = x_rows.view;
-  call.w = w_rows.view;
-  check(m == call.x.sizes[0] && n == call.w.sizes[0], "dy: expected [", call.x.sizes[0], ", ",
-        call.w.sizes[0], "], got ", call.dy);
-  check(dtype == call.x.dtype, "dy: expected dtype ", call.x.dtype, ", got ", dtype);
-  // The gradient of a hidden layer has the strides that a hook on saved tensors gave its input.
-  const bool in_place = ours && has_adjacent_rows(call.dy);
-  if (!identity) call.kept = kept_rows.view;
-  call.activation = settings.activation;
-  call.math = settings.math;
-  call.implementation = settings.implementation;
-
-  Backward result;
-  result.db = new_dense(x, dtype, {needs.db ? n : 0});
-  if (needs.db) call.db = view_of("db", result.db);
-  if (x.is_cpu()) {
-    const bool products = needs.dx || needs.dw;
-    const bool same = identity;
-    Tensor dz = products && !same && !in_place ? new_dense(x, dtype, {m, n}) : dy_rows.tensor;
-    if (products && !same) call.dz = rows_of("dz", dz, true).view;
-    linear_act(context.get(), call);
-    result.dx = new_dense(x, dtype, {0});
-    result.dw = new_dense(x, dtype, {0});
-    if (products) dz = torch::stable::reshape(dz, Sizes{m, n});
-    if (needs.dw) result.dw = laid_out_as(w, outer(dz, x));
-    if (needs.dx) result.dx = laid_out_as(x, back(dz, w));
-    return result;
-  }
-  result.dx = gradient_of(x, dtype, needs.dx);
-  result.dw = gradient_of(w, dtype, needs.dw);
-  // Where strides are such that no product can write them, through a dense one.
-  const Rows dx_rows = rows_of("dx", result.dx, true), dw_rows = rows_of("dw", result.dw, true);
-  if (needs.dx) call.dx = dx_rows.view;
-  if (needs.dw) call.dw = dw_rows.view;
-  if (in_place && !identity) call.dz = call.dy;
-  linear_act(context.get(), call);
-  if (needs.dx && dx_rows.view.data != result.dx.const_data_ptr()) {
-    torch::stable::copy_(result.dx, dx_rows.tensor);
-  }
-  if (needs.dw && dw_rows.view.data != result.dw.const_data_ptr()) {
-    torch::stable::copy_(result.dw, dw_rows.tensor);
-  }
-  return result;
-}
-
-// The operators. ---------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor> linear_act_forward(const Tensor& x, const Tensor& w,
                                               const OptionalTensor& b, const Text& activation,
                                               bool save, bool tf32, bool reduced_sums, bool tune,
                                               const Text& implementation) {
   const CallContext context(x);
-  const Settings settings{activation_from(activation), {tf32, reduced_sums, tune}, implementation};
-  const Forward result = forward(context, x, w, b, settings, save);
-  return {result.y, result.kept};
+  Forward forward(x, w, b, activation, save);
+  forward.call.math = {tf32, reduced_sums, tune};
+  forward.call.implementation = implementation;
+  linear_act(context.get(), forward.call);
+  return {forward.y, forward.kept};
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_act_backward(const Tensor& dy, const Tensor& x,
@@ -245,75 +151,65 @@ std::tuple<Tensor, Tensor, Tensor> linear_act_backward(const Tensor& dy, const T
                                                        bool reduced_sums, bool tune,
                                                        const Text& implementation) {
   const CallContext context(x);
-  const Settings settings{activation_from(activation), {tf32, reduced_sums, tune}, implementation};
-  const Backward result =
-      backward(context, dy, x, w, kept, settings, {need_dx, need_dw, need_db}, false);
-  return {result.dx, result.dw, result.db};
+  // Where no GEMM reads it, x is but a shape: nothing is made of it.
+  const Rows dy_rows = rows_of("dy", dy, false), x_rows = rows_of("x", x, need_dw),
+             w_rows = rows_of("w", w, need_dx);
+  LinearActBackward call;
+  call.dy = dy_rows.view;
+  call.x = x_rows.view;
+  call.w = w_rows.view;
+  check_gradient(call.dy, call.x, call.w);
+  call.activation = activation_from(activation);
+  Rows kept_rows;
+  if (call.activation != Activation::identity) kept_rows = rows_of("kept", dense(kept), true);
+  call.kept = kept_rows.view;
+  call.math = {tf32, reduced_sums, tune};
+  call.implementation = implementation;
+  const DType dtype = call.dy.dtype;
+  Gradient dx(x, dtype, need_dx), dw(w, dtype, need_dw);
+  const Tensor db = new_dense(x, dtype, {need_db ? call.dy.sizes[1] : 0});
+  call.dx = dx.view();
+  call.dw = dw.view();
+  if (need_db) call.db = view_of("db", db);
+  linear_act(context.get(), call);
+  return {dx.finished(), dw.finished(), db};
 }
 
+/// What would run may have to be measured, on the tensors of a call.
 std::string linear_act_explain(const Tensor& x, const Tensor& w, const OptionalTensor& b,
                                const Text& activation, bool save, bool backward, bool tf32,
                                bool reduced_sums, bool tune, const Text& implementation) {
   const CallContext context(x);
-  const Settings settings{activation_from(activation), {tf32, reduced_sums, tune}, implementation};
-  const Rows x_rows = rows_of("x", x, true), w_rows = rows_of("w", w, true);
-  const OptionalTensor b_dense = dense(b);
-  const LinearActForward forward =
-      forward_call(x_rows.view, w_rows.view, view_of("b", b_dense), settings);
-  const std::int64_t m = forward.x.sizes[0], n = forward.w.sizes[0];
-  const bool relu = settings.activation == Activation::relu;
-  // What would run may have to be measured, so there must be something to be measured on.
-  const Tensor y = new_dense(x, forward.x.dtype, {m, n});
-  const Tensor kept =
-      relu ? new_dense(x, DType::u8, {m, bit_bytes(n)}) : new_dense(x, forward.x.dtype, {m, n});
-  const bool keeps = settings.activation != Activation::identity;
-  if (!backward) {
-    LinearActForward call = forward;
-    if (x.is_cpu()) call.z = view_of("z", y);
-    call.y = view_of("y", y);
-    if (save && keeps) call.kept = rows_of("kept", kept, true).view;
-    return to_text(explain(context.get(), call));
-  }
+  Forward forward(x, w, b, activation, save || backward);
+  forward.call.math = {tf32, reduced_sums, tune};
+  forward.call.implementation = implementation;
+  if (!backward) return to_text(explain(context.get(), forward.call));
   LinearActBackward call;
-  call.dy = view_of("y", y);
-  call.x = call.dx = forward.x;
-  call.w = call.dw = forward.w;
-  if (keeps) call.kept = rows_of("kept", kept, true).view;
-  call.activation = settings.activation;
-  call.math = settings.math;
+  call.dy = forward.call.y;
+  call.x = call.dx = forward.call.x;
+  call.w = call.dw = forward.call.w;
+  call.kept = forward.call.kept;
+  call.activation = forward.call.activation;
+  call.math = forward.call.math;
   call.implementation = implementation;
   return to_text(explain(context.get(), call));
 }
 
-/// A stack's layers: all but the last have one activation.
-struct Stack {
-  const std::vector<Tensor>& weights;
-  Activation activation, final_activation;
-  ProductMath math;
-  const Text& implementation;  // forced for every layer, or empty
+// Stacks. ----------------------------------------------------------------------------------------
 
-  std::size_t size() const { return weights.size(); }
-  Settings settings(std::size_t layer) const {
-    return {layer + 1 == size() ? final_activation : activation, math, implementation};
-  }
-  /// Of a hidden relu, the output tells what backward needs, and the next layer keeps that anyway.
-  bool told_by_output(std::size_t layer) const {
-    return layer + 1 < size() && settings(layer).activation == Activation::relu;
-  }
-  bool keeps(std::size_t layer) const {
-    return settings(layer).activation != Activation::identity && !told_by_output(layer);
-  }
-};
+template <typename Call>
+void set_options(Call& call, const Text& activation, const Text& final_activation, ProductMath math,
+                 const Text& implementation) {
+  call.activation = activation_from(activation);
+  call.final_activation = activation_from(final_activation);
+  call.math = math;
+  call.implementation = implementation;
+}
 
-template <typename Body>
-auto in_layer(std::size_t layer, const Body& body) {
-  try {
-    return body();
-  } catch (const OutOfMemory&) {
-    throw;
-  } catch (const Error& error) {
-    fail("layer ", layer, ": ", error.what());
-  }
+template <typename Call>
+bool is_kept(const Call& call, std::size_t layer, std::size_t layers) {
+  const bool last = layer + 1 == layers;
+  return is_kept(last ? call.final_activation : call.activation, last);
 }
 
 /// y, and for backward the outputs of all layers but the last, then what those that keep something
@@ -323,27 +219,54 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
     const Text& activation, const Text& final_activation, bool save, bool tf32, bool reduced_sums,
     bool tune, const Text& implementation) {
   const CallContext context(x);
-  const Stack stack{weights,
-                    activation_from(activation),
-                    activation_from(final_activation),
-                    {tf32, reduced_sums, tune},
-                    implementation};
-  check(stack.size() >= 1, "weights: expected at least one");
-  check(biases.empty() || biases.size() == stack.size(), "biases: expected none or ", stack.size(),
-        ", got ", biases.size());
-  std::vector<Tensor> hidden, kept;
-  Tensor y = x;
-  for (std::size_t i = 0; i < stack.size(); ++i) {
-    const OptionalTensor bias = biases.empty() ? OptionalTensor() : biases[i];
-    Forward result = in_layer(i, [&] {
-      return forward(context, y, weights[i], bias, stack.settings(i), save && stack.keeps(i));
+  MlpForward call;
+  set_options(call, activation, final_activation, {tf32, reduced_sums, tune}, implementation);
+  const std::size_t layers = weights.size();
+  check(layers >= 1, "weights: expected at least one");
+  check(biases.empty() || biases.size() == layers, "biases: expected none or ", layers, ", got ",
+        biases.size());
+  const Rows x_rows = in_layer(0, [&] { return rows_of("x", x, true); });
+  call.x = x_rows.view;
+  const DType dtype = call.x.dtype;
+  const std::int64_t m = call.x.sizes[0];
+  std::vector<Rows> w(layers);
+  std::vector<Tensor> b(biases.size());
+  std::vector<MlpLayer> views(layers);
+  std::int64_t widest[2] = {0, 0};  // of the hidden layers with even and with odd numbers
+  for (std::size_t i = 0; i < layers; ++i) {
+    in_layer(i, [&] {
+      w[i] = weight_rows(weights[i]);
+      views[i].w = w[i].view;
+      if (biases.empty()) return;
+      b[i] = dense(biases[i]);
+      views[i].b = view_of("b", b[i]);
     });
-    if (save && i > 0) hidden.push_back(y);
-    if (save && stack.keeps(i)) kept.push_back(result.kept);
-    y = result.y;
+    if (i + 1 < layers) widest[i % 2] = std::max(widest[i % 2], rows_in(views[i].w));
   }
-  hidden.insert(hidden.end(), kept.begin(), kept.end());
-  return {y, hidden};
+
+  std::vector<Tensor> saved, kept;
+  Tensor y, scratch[2];  // unless they are saved, neighbours' outputs alternate between these
+  for (std::size_t i = 0; i < layers; ++i) {
+    const std::int64_t n = rows_in(views[i].w);
+    const Sizes shape = with_last(x, n);
+    if (save || i + 1 == layers) {
+      y = new_dense(x, dtype, shape);
+      views[i].y = rows_of("y", y, true).view;
+      if (i + 1 < layers) saved.push_back(y);
+    } else {
+      if (i < 2) scratch[i] = new_dense(x, dtype, {m * widest[i]});
+      views[i].y = matrix_at(view_of("y", scratch[i % 2]), 0, m, n);
+    }
+    if (save && is_kept(call, i, layers)) {
+      const bool last = i + 1 == layers;
+      kept.push_back(new_kept(x, last ? call.final_activation : call.activation, dtype, m, shape));
+      views[i].kept = rows_of("kept", kept.back(), true).view;
+    }
+  }
+  call.layers = views;
+  mlp(context.get(), call);
+  saved.insert(saved.end(), kept.begin(), kept.end());
+  return {y, saved};
 }
 
 /// dx, then dW and then db of every layer; what is not needed is empty.
@@ -354,47 +277,42 @@ std::vector<Tensor> mlp_backward(const Tensor& dy, const Tensor& x,
                                  const std::vector<std::int64_t>& needs, bool tf32,
                                  bool reduced_sums, bool tune, const Text& implementation) {
   const CallContext context(x);
-  const Stack stack{weights,
-                    activation_from(activation),
-                    activation_from(final_activation),
-                    {tf32, reduced_sums, tune},
-                    implementation};
-  const std::size_t layers = stack.size();
-  std::vector<std::size_t> kept(layers);
+  MlpBackward call;
+  set_options(call, activation, final_activation, {tf32, reduced_sums, tune}, implementation);
+  const std::size_t layers = weights.size();
   std::size_t expected = layers - 1;
-  for (std::size_t i = 0; i < layers; ++i) {
-    kept[i] = stack.keeps(i) ? expected++ : layers;
-  }
+  for (std::size_t i = 0; i < layers; ++i) expected += is_kept(call, i, layers);
   check(saved.size() == expected && needs.size() == 2 * layers, "saved: expected the ", expected,
         " tensors that forward saved, got ", saved.size());
-  std::size_t first = need_dx ? 0 : layers;  // below it nothing wants a gradient
-  for (std::size_t i = layers; i-- > 0;) {
-    if (needs[i] || needs[layers + i]) first = std::min(first, i);
-  }
 
-  std::vector<Tensor> found(1 + 2 * layers);
-  Tensor gradient = dy;
-  for (std::size_t i = layers; i-- > 0;) {
-    const Tensor& input = i == 0 ? x : saved[i - 1];
-    const bool last = i + 1 == layers;
-    const Needs wanted{i > first || (i == 0 && need_dx), needs[i] != 0, needs[layers + i] != 0};
-    if (!wanted.dx && !wanted.dw && !wanted.db) {
-      const DType dtype = view_of("x", input).dtype;
-      found[1 + i] = new_dense(x, dtype, {0});
-      found[1 + layers + i] = new_dense(x, dtype, {0});
-      continue;
-    }
-    const Tensor& what = stack.keeps(i)            ? saved[kept[i]]
-                         : stack.told_by_output(i) ? saved[i]
-                                                   : gradient;
-    const Backward result = in_layer(i, [&] {
-      return backward(context, gradient, input, weights[i], what, stack.settings(i), wanted, !last);
-    });
-    found[1 + i] = result.dw;
-    found[1 + layers + i] = result.db;
-    gradient = result.dx;
+  const Rows dy_rows = rows_of("dy", dy, false), x_rows = rows_of("x", x, true);
+  call.dy = dy_rows.view;
+  call.x = x_rows.view;
+  const DType dtype = call.dy.dtype;
+  std::vector<Rows> held;  // weights, and what was saved
+  std::vector<Gradient> dw;
+  std::vector<Tensor> db;
+  std::vector<MlpLayer> views(layers);
+  const auto hold = [&](const Rows& rows) { return held.emplace_back(rows).view; };
+  for (std::size_t i = 0, next = layers - 1; i < layers; ++i) {
+    MlpLayer& layer = views[i];
+    layer.w = hold(rows_of("w", weights[i], true));
+    if (i + 1 < layers) layer.y = hold(rows_of("y", dense(saved[i]), true));
+    if (is_kept(call, i, layers)) layer.kept = hold(rows_of("kept", dense(saved[next++]), true));
+    layer.dw = dw.emplace_back(weights[i], dtype, needs[i] != 0).view();
+    db.push_back(new_dense(x, dtype, {needs[layers + i] ? layer.w.sizes[0] : 0}));
+    if (needs[layers + i]) layer.db = view_of("db", db.back());
   }
-  found[0] = need_dx ? gradient : new_dense(x, view_of("dy", dy).dtype, {0});
+  in_layer(layers - 1, [&] {
+    check_gradient(call.dy, layers > 1 ? views[layers - 2].y : call.x, views.back().w);
+  });
+  Gradient dx(x, dtype, need_dx);
+  call.dx = dx.view();
+  call.layers = views;
+  mlp(context.get(), call);
+  std::vector<Tensor> found{dx.finished()};
+  for (Gradient& gradient : dw) found.push_back(gradient.finished());
+  found.insert(found.end(), db.begin(), db.end());
   return found;
 }
 
@@ -407,5 +325,19 @@ STABLE_TORCH_LIBRARY_IMPL(fusewise, FUSEWISE_DEVICE, m) {
   m.impl("_mlp", TORCH_BOX(&mlp_forward));
   m.impl("_mlp_backward", TORCH_BOX(&mlp_backward));
 }
+
+#ifndef FUSEWISE_CUDA_VERSION  // no tensors, so no device: the CPU library has it
+namespace {
+
+bool mlp_is_kept(const Text& activation, bool last) {
+  return is_kept(activation_from(activation), last);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusewise, CompositeExplicitAutograd, m) {
+  m.impl("_mlp_is_kept", TORCH_BOX(&mlp_is_kept));
+}
+#endif
 
 }  // namespace fusewise::binding

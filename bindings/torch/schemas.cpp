@@ -31,6 +31,7 @@ STABLE_TORCH_LIBRARY(fusewise, m) {
       "_mlp_backward(Tensor dy, Tensor x, Tensor[] weights, Tensor[] saved, str activation, "
       "str final_activation, bool need_dx, int[] needs, bool tf32, bool reduced_sums, bool tune, "
       "str implementation) -> Tensor[]");
+  m.def("_mlp_is_kept(str activation, bool last) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusewise, CompositeExplicitAutograd, m) {

@@ -30,6 +30,28 @@ class Executor {
   virtual void parallel_for(std::int64_t count, Body body, void* state) = 0;
 };
 
+/// Multiplies matrices for the CPU kernels. A framework or a program that has a fast library of
+/// GEMMs passes it here.
+class Gemm {
+ public:
+  virtual ~Gemm() = default;
+  /// d = a b + bias, with a [M, K], b [K, N], d [M, N] and bias [N] or absent.
+  ///
+  /// What it is asked for: all tensors have one dtype, float32, float64, float16 or bfloat16, and
+  /// no size is 0. a and b have strides [s, 1] (adjacent rows) or [1, s] (adjacent columns), where
+  /// s is at least the size of the other dimension. d has strides [s, 1], bias is dense. d overlaps
+  /// none of the others, and what it holds before must not be read.
+  ///
+  /// What it promises: sums are at least float32 (float64 for float64), and the bias is added
+  /// before the sum is rounded to the dtype. The same call gives the same bits every time.
+  ///
+  /// Returns false to decline, for instance a dtype: nothing has been written then, and the
+  /// library's own loops multiply. An exception ends the call of the operator and reaches its
+  /// caller. Runs on the thread that calls the operator; several threads may call at once.
+  virtual bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
+                        const TensorView& d) = 0;
+};
+
 /// Where a call runs and what it may use.
 struct Context {
   Device device{};
@@ -39,6 +61,9 @@ struct Context {
   Allocator* allocator = nullptr;
   /// Null: the library's own threads, one per core that the process may use.
   Executor* executor = nullptr;
+  /// For the CPU; ignored on CUDA, where cuBLASLt multiplies. Null: the BLAS that the library was
+  /// built with (CMake's FUSEWISE_BLAS), or its own loops.
+  Gemm* gemm = nullptr;
   /// Told what the user should know although nothing failed; null: nobody is.
   void (*warn)(const char* message) = nullptr;
 };

@@ -16,11 +16,9 @@
 /// Types: float32, float64, float16 or bfloat16, one for all tensors of a call. Sums are float32
 /// (float64 for float64). Layouts: a matrix has its rows or its columns adjacent (one stride is 1)
 /// at any distance; others are refused, except dy, which may have any strides. Any size may be 0.
-/// The products are cuBLASLt's on CUDA. On the CPU they are the library's own loops, unless the
-/// caller has better ones: then he passes z and takes dz, and the rest is done here.
-/// Memory: see tensor.h; no output may overlap an input or another output, except that y or kept
-/// may be z and dz may be dy, each as the same tensor, where their descriptions say so.
-/// Errors: `Error`, before anything is written.
+/// GEMMs: cuBLASLt's on CUDA, those of `Context::gemm` on the CPU.
+/// Memory: see tensor.h; no output may overlap an input or another output.
+/// Errors: `Error`, before anything is written. What a caller's GEMM throws passes through.
 namespace fusewise {
 
 /// How matrix products are computed. For CUDA alone.
@@ -40,15 +38,10 @@ struct LinearActForward {
   TensorView x;  ///< in, [M, K]
   TensorView w;  ///< in, [N, K]
   TensorView b;  ///< in, [N], may be absent
-  /// in, [M, N], may be absent: x W^T + b of a caller with products of his own. x, w and b are then
-  /// not read, and x and w may be absent.
-  TensorView z;
   Activation activation = Activation::relu;
   ProductMath math{};
-  TensorView y;  ///< out, [M, N], rows adjacent; may be z itself where nothing is kept or relu is
-
-  /// out, what backward needs, may be absent. relu: `bits`, the others: z, that may be the z above;
-  /// identity needs nothing.
+  TensorView y;  ///< out, [M, N], rows adjacent
+  /// out, what backward needs, may be absent. relu: `bits`, the others: z; identity needs nothing.
   TensorView kept;
 
   std::string_view implementation = {};
@@ -78,9 +71,10 @@ struct LinearActBackward {
   TensorView dx;  ///< [M, K]
   TensorView dw;  ///< [N, K]
   TensorView db;  ///< [N]
-  /// [M, N], rows adjacent: for a caller with products of his own, or where memory is already there
-  /// for it; may be dy itself.
-  TensorView dz;
+
+  /// dy is scratch memory too: dz may be written there. Otherwise dz, where it is needed, takes
+  /// scratch memory of its own.
+  bool overwrite_dy = false;
 
   std::string_view implementation = {};
 };

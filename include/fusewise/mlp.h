@@ -1,6 +1,8 @@
 #pragma once
 
 #include <span>
+#include <string_view>
+#include <vector>
 
 #include "fusewise/linear_act.h"
 
@@ -13,12 +15,18 @@
 /// of layers that are not neighbours to the same memory.
 namespace fusewise {
 
+/// Whether backward of a layer needs what forward keeps. Of a hidden relu, its gradient is
+/// recomputed from its output, which the next layer's backward reads anyway.
+constexpr bool is_kept(Activation activation, bool last) {
+  return activation != Activation::identity && (last || activation != Activation::relu);
+}
+
 struct MlpLayer {
   TensorView w;  ///< in, [K_i, K_{i-1}]
   TensorView b;  ///< in, [K_i], may be absent
-  TensorView y;  ///< forward: out, backward: in, [M, K_i], rows adjacent
-  /// Forward: out, may be absent; backward: in. What linear_act keeps, except that for relu only
-  /// the last layer needs it: the others have y.
+  /// Forward: out, backward: in, [M, K_i], rows adjacent. Backward does not need the last layer's.
+  TensorView y;
+  /// Forward: out, may be absent; backward: in, where `is_kept`. What linear_act keeps.
   TensorView kept;
   /// Backward: out, each may be absent.
   TensorView dw;  ///< [K_i, K_{i-1}]
@@ -31,9 +39,13 @@ struct MlpForward {
   Activation activation = Activation::relu;
   Activation final_activation = Activation::identity;
   ProductMath math{};
+  /// Of linear_act, forced for every layer.
+  std::string_view implementation = {};
 };
 
 void mlp(const Context& context, const MlpForward& call);
+/// Of each layer, in order, what linear_act's `explain` answers.
+std::vector<Candidates> explain(const Context& context, const MlpForward& call);
 
 struct MlpBackward {
   TensorView dy;  ///< in, [M, K_n], any strides
@@ -43,8 +55,11 @@ struct MlpBackward {
   Activation final_activation = Activation::identity;
   ProductMath math{};
   TensorView dx;  ///< out, [M, K_0], may be absent
+  std::string_view implementation = {};
 };
 
 void mlp(const Context& context, const MlpBackward& call);
+/// As forward's; nothing for a layer that has no gradient to compute.
+std::vector<Candidates> explain(const Context& context, const MlpBackward& call);
 
 }  // namespace fusewise

@@ -27,6 +27,18 @@ void check(bool condition, const Parts&... parts) {
   if (!condition) fail(parts...);
 }
 
+/// The message of a layer's error, with the layer's number in front.
+template <typename Body>
+auto in_layer(std::size_t layer, const Body& body) {
+  try {
+    return body();
+  } catch (const OutOfMemory&) {
+    throw;
+  } catch (const Error& error) {
+    fail("layer ", layer, ": ", error.what());
+  }
+}
+
 /// Where it is, and that there is something where sizes say so.
 inline void check_device(const char* name, const TensorView& t, Device device) {
   check(t.data != nullptr || t.numel() == 0, name, ": has no data");

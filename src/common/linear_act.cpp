@@ -34,8 +34,7 @@ void check_matrix(const char* name, const TensorView& t, std::int64_t rows, std:
 void check_operand(const char* name, const TensorView& t, std::int64_t rows, std::int64_t columns,
                    DType dtype, Device device) {
   check_matrix(name, t, rows, columns, dtype, device);
-  check(has_adjacent_rows(t) || has_adjacent_columns(t), name,
-        ": expected adjacent rows or columns");
+  check(is_matrix(t), name, ": expected adjacent rows or columns");
 }
 
 void check_rows(const char* name, const TensorView& t, std::int64_t rows, std::int64_t columns,
@@ -78,22 +77,15 @@ void check_kept(const TensorView& kept, Activation activation, std::int64_t m, s
 void check_call(const Context& context, const LinearActForward& call) {
   check_activation(call.activation);
   const Device device = context.device;
-  if (!call.z.defined() && call.x.defined()) check_floating("x", call.x);
+  if (call.x.defined()) check_floating("x", call.x);
   check(call.y.defined(), "y: is missing");
   check_floating("y", call.y);
   check(call.y.rank == 2, "y: expected 2 dimensions [M, N], got ", call.y);
   const DType dtype = call.y.dtype;
-  std::int64_t m = call.y.sizes[0], n = call.y.sizes[1];
-  if (call.z.defined()) {
-    check_rows("z", call.z, m, n, dtype, device);
-  } else {
-    const Sizes sizes = sizes_of(call.x, call.w);
-    m = sizes.m;
-    n = sizes.n;
-    check_operand("x", call.x, m, sizes.k, dtype, device);
-    check_operand("w", call.w, n, sizes.k, dtype, device);
-    check_vector("b", call.b, n, dtype, device);
-  }
+  const auto [m, n, k] = sizes_of(call.x, call.w);
+  check_operand("x", call.x, m, k, dtype, device);
+  check_operand("w", call.w, n, k, dtype, device);
+  check_vector("b", call.b, n, dtype, device);
   check_rows("y", call.y, m, n, dtype, device);
   if (!call.kept.defined()) return;
   check(call.activation != Activation::identity, "kept: identity keeps nothing");
@@ -124,44 +116,58 @@ void check_call(const Context& context, const LinearActBackward& call) {
     check_operand("dx", call.dx, m, call.w.sizes[1], dtype, device);
   }
   check_vector("db", call.db, n, dtype, device);
-  if (call.dz.defined()) check_rows("dz", call.dz, m, n, dtype, device);
   if (call.activation == Activation::identity) return;
   check(call.kept.defined(), "kept: is missing");
   check_kept(call.kept, call.activation, m, n, dtype, device);
 }
 
+void run_checked(const Context& context, const LinearActForward& call) {
+  run_on_device(context, call, cpu::linear_act_forward, cuda::linear_act_forward);
+}
+
+void run_checked(const Context& context, const LinearActBackward& call) {
+  run_on_device(context, call, cpu::linear_act_backward, cuda::linear_act_backward);
+}
+
+Candidates explain_checked(const Context& context, const LinearActForward& call) {
+  return explain_on_device(context, call, cpu::linear_act_forward, cuda::linear_act_forward);
+}
+
+Candidates explain_checked(const Context& context, const LinearActBackward& call) {
+  return explain_on_device(context, call, cpu::linear_act_backward, cuda::linear_act_backward);
+}
+
 void linear_act(const Context& context, const LinearActForward& call) {
   check_call(context, call);
-  // Where z is one of the outputs, it is held against the other one as that.
-  const bool keeps_z = call.kept.defined() && call.activation != Activation::relu;
-  const bool in_place = is_same(call.z, keeps_z ? call.kept : call.y);
-  const TensorView absent;
   const Argument outputs[] = {{"y", call.y}, {"kept", call.kept}};
-  const Argument inputs[] = {
-      {"x", call.x}, {"w", call.w}, {"b", call.b}, {"z", in_place ? absent : call.z}};
+  const Argument inputs[] = {{"x", call.x}, {"w", call.w}, {"b", call.b}};
   check_outputs(outputs, inputs);
-  run_on_device(context, call, cpu::linear_act_forward, cuda::linear_act_forward);
+  run_checked(context, call);
 }
 
 void linear_act(const Context& context, const LinearActBackward& call) {
   check_call(context, call);
-  const bool in_place = is_same(call.dz, call.dy);
   const TensorView absent;
-  const Argument outputs[] = {{"dx", call.dx}, {"dw", call.dw}, {"db", call.db}, {"dz", call.dz}};
-  const Argument inputs[] = {
-      {"dy", in_place ? absent : call.dy}, {"x", call.x}, {"w", call.w}, {"kept", call.kept}};
+  const Argument outputs[] = {{"dx", call.dx},
+                              {"dw", call.dw},
+                              {"db", call.db},
+                              {"dy", call.overwrite_dy ? call.dy : absent}};
+  const Argument inputs[] = {{"dy", call.overwrite_dy ? absent : call.dy},
+                             {"x", call.x},
+                             {"w", call.w},
+                             {"kept", call.kept}};
   check_outputs(outputs, inputs);
-  run_on_device(context, call, cpu::linear_act_backward, cuda::linear_act_backward);
+  run_checked(context, call);
 }
 
 Candidates explain(const Context& context, const LinearActForward& call) {
   check_call(context, call);
-  return explain_on_device(context, call, cpu::linear_act_forward, cuda::linear_act_forward);
+  return explain_checked(context, call);
 }
 
 Candidates explain(const Context& context, const LinearActBackward& call) {
   check_call(context, call);
-  return explain_on_device(context, call, cpu::linear_act_backward, cuda::linear_act_backward);
+  return explain_checked(context, call);
 }
 
 }  // namespace fusewise

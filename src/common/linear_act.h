@@ -1,12 +1,45 @@
 #pragma once
 
-// The checks of a call alone, for those who make several of them and refuse all or none.
+// A call in two steps, for those who make several of them and refuse all or none.
 
+#include "common/matrix.h"
+#include "common/scratch.h"
 #include "fusewise/linear_act.h"
 
 namespace fusewise {
 
+/// Everything but that outputs overlap nothing.
 void check_call(const Context& context, const LinearActForward& call);
 void check_call(const Context& context, const LinearActBackward& call);
+
+void run_checked(const Context& context, const LinearActForward& call);
+void run_checked(const Context& context, const LinearActBackward& call);
+Candidates explain_checked(const Context& context, const LinearActForward& call);
+Candidates explain_checked(const Context& context, const LinearActBackward& call);
+
+/// dz = dy * act' as GEMMs read it, with adjacent rows or columns.
+class Dz {
+ public:
+  Dz(const Context& context, const LinearActBackward& call)
+      : is_read_(call.dx.defined() || call.dw.defined()),
+        is_dy_(call.activation == Activation::identity && is_matrix(call.dy)),
+        in_place_(call.overwrite_dy && has_adjacent_rows(call.dy)),
+        memory_(context,
+                is_read_ && !is_dy_ && !in_place_ ? call.dy.numel() * size_of(call.dy.dtype) : 0),
+        view_(call.dy) {
+    if (!is_dy_ && !in_place_) {
+      view_ = TensorView(memory_.data(), call.dy.dtype, call.dy.device,
+                         {call.dy.sizes[0], call.dy.sizes[1]});
+    }
+  }
+  const TensorView& view() const { return view_; }
+  /// Where it must be written before it is read; absent where that is not needed.
+  TensorView output() const { return is_read_ && !is_dy_ ? view_ : TensorView(); }
+
+ private:
+  bool is_read_, is_dy_, in_place_;
+  Scratch<char> memory_;
+  TensorView view_;
+};
 
 }  // namespace fusewise

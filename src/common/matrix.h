@@ -3,6 +3,7 @@
 // A matrix as libraries of products take it: rows adjacent, or transposed.
 
 #include <algorithm>
+#include <utility>
 
 #include "common/check.h"
 
@@ -21,6 +22,16 @@ inline bool has_adjacent_rows(const TensorView& t) {
 
 inline bool has_adjacent_columns(const TensorView& t) {
   return (t.sizes[0] <= 1 || t.strides[0] == 1) && (t.sizes[1] <= 1 || t.strides[1] >= t.sizes[0]);
+}
+
+inline bool is_matrix(const TensorView& t) {
+  return has_adjacent_rows(t) || has_adjacent_columns(t);
+}
+
+inline TensorView transposed(TensorView t) {
+  std::swap(t.sizes[0], t.sizes[1]);
+  std::swap(t.strides[0], t.strides[1]);
+  return t;
 }
 
 /// Of a view that has adjacent rows or columns.

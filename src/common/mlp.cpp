@@ -3,8 +3,6 @@
 #include "fusewise/mlp.h"
 
 #include <algorithm>
-#include <string>
-#include <vector>
 
 #include "common/check.h"
 #include "common/linear_act.h"
@@ -14,167 +12,184 @@
 namespace fusewise {
 namespace {
 
+/// A layer's call of linear_act.
 template <typename Call>
-Activation activation_of(const Call& call, std::size_t layer) {
-  return layer + 1 == call.layers.size() ? call.final_activation : call.activation;
+struct Step {
+  std::size_t layer;
+  Call call;
+};
+
+template <typename LayerCall, typename Call>
+LayerCall layer_call(const Call& call, std::size_t layer) {
+  LayerCall made;
+  made.w = call.layers[layer].w;
+  made.activation = layer + 1 == call.layers.size() ? call.final_activation : call.activation;
+  made.math = call.math;
+  made.implementation = call.implementation;
+  return made;
 }
 
-/// The message of a layer's error, with the layer's number in front.
-template <typename Body>
-void in_layer(std::size_t layer, const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    fail("layer ", layer, ": ", error.what());
+template <typename Call>
+void check_each(const Context& context, const std::vector<Step<Call>>& steps) {
+  for (const Step<Call>& step : steps) {
+    in_layer(step.layer, [&] { check_call(context, step.call); });
   }
 }
 
-std::vector<LinearActForward> steps_of(const MlpForward& call) {
-  std::vector<LinearActForward> steps;
-  TensorView x = call.x;
-  for (std::size_t i = 0; i < call.layers.size(); ++i) {
-    const MlpLayer& layer = call.layers[i];
-    LinearActForward& step = steps.emplace_back();
-    step.x = x;
-    step.w = layer.w;
-    step.b = layer.b;
-    step.activation = activation_of(call, i);
-    step.math = call.math;
-    step.y = layer.y;
-    step.kept = layer.kept;
-    x = layer.y;
+template <typename Call>
+void run_each(const Context& context, const std::vector<Step<Call>>& steps) {
+  for (const Step<Call>& step : steps) {
+    in_layer(step.layer, [&] { run_checked(context, step.call); });
   }
-  return steps;
 }
+
+template <typename Call>
+std::vector<Candidates> explain_each(const Context& context, const std::vector<Step<Call>>& steps,
+                                     std::size_t layers) {
+  std::vector<Candidates> found(layers);
+  for (const Step<Call>& step : steps) {
+    found[step.layer] = in_layer(step.layer, [&] { return explain_checked(context, step.call); });
+  }
+  return found;
+}
+
+/// The steps of a checked call, from the first layer up.
+class ForwardSteps {
+ public:
+  ForwardSteps(const Context& context, const MlpForward& call) {
+    check(!call.layers.empty(), "layers: expected at least one");
+    TensorView x = call.x;
+    steps_.reserve(call.layers.size());
+    for (std::size_t i = 0; i < call.layers.size(); ++i) {
+      const MlpLayer& layer = call.layers[i];
+      steps_.push_back({i, layer_call<LinearActForward>(call, i)});
+      LinearActForward& step = steps_.back().call;
+      step.x = x;
+      step.b = layer.b;
+      step.y = layer.y;
+      step.kept = layer.kept;
+      x = layer.y;
+    }
+    check_each(context, steps_);
+  }
+  const auto& get() const { return steps_; }
+
+ private:
+  std::vector<Step<LinearActForward>> steps_;
+};
 
 /// Which layers have work to do: from `first` up. Nothing below it wants a gradient.
 struct Reach {
   std::size_t first;
-  std::int64_t widest = 0;  // elements of the largest gradient between two of them
+  std::int64_t even = 0, odd = 0;  // bytes of the largest dx of layers with such numbers
 
   explicit Reach(const MlpBackward& call) : first(call.dx.defined() ? 0 : call.layers.size()) {
     for (std::size_t i = 0; i < call.layers.size(); ++i) {
       const MlpLayer& layer = call.layers[i];
       if (layer.dw.defined() || layer.db.defined()) first = std::min(first, i);
-      if (i >= first && i + 1 < call.layers.size()) widest = std::max(widest, layer.y.numel());
+      if (i + 1 == call.layers.size()) break;
+      check(layer.y.rank == 2, "layer ", i, ": y: expected 2 dimensions [M, K], got ", layer.y);
+      if (i < first) continue;
+      std::int64_t& largest = i % 2 == 0 ? odd : even;  // the layer above computes its gradient
+      largest = std::max(largest, layer.y.numel() * size_of(layer.y.dtype));
     }
   }
 };
 
-/// From the last layer down. The gradients between them alternate between two buffers: dz may take
-/// the place of dy.
-std::vector<LinearActBackward> steps_of(const MlpBackward& call, const Reach& reach, void* even,
-                                        void* odd) {
-  std::vector<LinearActBackward> steps;
-  TensorView dy = call.dy;
-  for (std::size_t i = call.layers.size(); i-- > reach.first;) {
-    const MlpLayer& layer = call.layers[i];
-    const bool last = i + 1 == call.layers.size();
-    LinearActBackward& step = steps.emplace_back();
-    step.dy = dy;
-    step.x = i == 0 ? call.x : call.layers[i - 1].y;
-    step.w = layer.w;
-    step.activation = activation_of(call, i);
-    const bool told_by_y = !last && step.activation == Activation::relu;
-    step.kept = !layer.kept.defined() && told_by_y ? layer.y : layer.kept;
-    step.math = call.math;
-    step.dw = layer.dw;
-    step.db = layer.db;
-    if (!last && step.activation != Activation::identity) step.dz = dy;
-    if (i == 0) {
-      step.dx = call.dx;
-    } else if (i > reach.first) {
-      const TensorView& below = call.layers[i - 1].y;
-      step.dx = TensorView(i % 2 == 0 ? even : odd, below.dtype, below.device,
-                           {below.sizes[0], below.sizes[1]});
-    }
-    dy = step.dx;
-  }
-  return steps;
-}
-
-/// A stack's tensors by name, each of a layer with the layer's number in front.
-class Arguments {
+/// The steps of a checked call, from the last layer down. The gradients between layers alternate
+/// between two buffers.
+class BackwardSteps {
  public:
-  explicit Arguments(std::size_t layers) { names_.reserve(kMostOfALayer * layers); }
-
-  void add(const char* name, const TensorView& view) { found_.push_back({name, view}); }
-  void add(std::size_t layer, const char* name, const TensorView& view) {
-    if (!view.defined()) return;
-    names_.push_back("layer " + std::to_string(layer) + ": " + name);
-    add(names_.back().c_str(), view);
+  BackwardSteps(const Context& context, const MlpBackward& call)
+      : reach_(call), even_(context, reach_.even), odd_(context, reach_.odd) {
+    check(!call.layers.empty(), "layers: expected at least one");
+    TensorView dy = call.dy;
+    steps_.reserve(call.layers.size());
+    for (std::size_t i = call.layers.size(); i-- > reach_.first;) {
+      const MlpLayer& layer = call.layers[i];
+      const bool last = i + 1 == call.layers.size();
+      steps_.push_back({i, layer_call<LinearActBackward>(call, i)});
+      LinearActBackward& step = steps_.back().call;
+      step.dy = dy;
+      step.overwrite_dy = !last;
+      step.x = i == 0 ? call.x : call.layers[i - 1].y;
+      if (step.activation != Activation::identity) {
+        step.kept = is_kept(step.activation, last) ? layer.kept : layer.y;
+      }
+      step.dw = layer.dw;
+      step.db = layer.db;
+      if (i == 0) {
+        step.dx = call.dx;
+      } else if (i > reach_.first) {
+        const TensorView& below = call.layers[i - 1].y;
+        step.dx = TensorView((i % 2 == 0 ? even_ : odd_).data(), below.dtype, below.device,
+                             {below.sizes[0], below.sizes[1]});
+      }
+      dy = step.dx;
+    }
+    check_each(context, steps_);
   }
-  operator std::span<const Argument>() const { return found_; }
+  const auto& get() const { return steps_; }
 
  private:
-  static constexpr std::size_t kMostOfALayer = 3;
-  std::vector<std::string> names_;  // never moved, because arguments point into it
-  std::vector<Argument> found_;
+  Reach reach_;
+  Scratch<char> even_, odd_;
+  std::vector<Step<LinearActBackward>> steps_;
 };
 
 /// Layers that are not neighbours may have their y in the same memory; all else is apart.
 void check_memory(const MlpForward& call) {
-  const std::size_t layers = call.layers.size();
-  Arguments inputs(layers), outputs(layers), kept(layers);
-  inputs.add("x", call.x);
-  for (std::size_t i = 0; i < layers; ++i) {
-    inputs.add(i, "w", call.layers[i].w);
-    inputs.add(i, "b", call.layers[i].b);
-    outputs.add(i, "y", call.layers[i].y);
-    kept.add(i, "kept", call.layers[i].kept);
+  const int layers = static_cast<int>(call.layers.size());
+  std::vector<Argument> inputs{{"x", call.x}}, outputs, kept;
+  for (int i = 0; i < layers; ++i) {
+    const MlpLayer& layer = call.layers[i];
+    inputs.push_back({"w", layer.w, i});
+    inputs.push_back({"b", layer.b, i});
+    outputs.push_back({"y", layer.y, i});
+    kept.push_back({"kept", layer.kept, i});
   }
   check_outputs(kept, inputs);
   check_outputs(kept, outputs);
   const std::span<const Argument> y = outputs;
-  for (std::size_t i = 0; i < layers; ++i) {
+  for (int i = 0; i < layers; ++i) {
     check_outputs(y.subspan(i, 1), inputs);
     if (i > 0) check_outputs(y.subspan(i, 1), y.subspan(i - 1, 1));
   }
 }
 
 void check_memory(const MlpBackward& call) {
-  const std::size_t layers = call.layers.size();
-  Arguments inputs(layers), outputs(layers);
-  inputs.add("dy", call.dy);
-  inputs.add("x", call.x);
-  outputs.add("dx", call.dx);
-  for (std::size_t i = 0; i < layers; ++i) {
-    inputs.add(i, "w", call.layers[i].w);
-    inputs.add(i, "y", call.layers[i].y);
-    inputs.add(i, "kept", call.layers[i].kept);
-    outputs.add(i, "dw", call.layers[i].dw);
-    outputs.add(i, "db", call.layers[i].db);
+  std::vector<Argument> inputs{{"dy", call.dy}, {"x", call.x}}, outputs{{"dx", call.dx}};
+  for (int i = 0; i < static_cast<int>(call.layers.size()); ++i) {
+    const MlpLayer& layer = call.layers[i];
+    inputs.push_back({"w", layer.w, i});
+    inputs.push_back({"y", layer.y, i});
+    inputs.push_back({"kept", layer.kept, i});
+    outputs.push_back({"dw", layer.dw, i});
+    outputs.push_back({"db", layer.db, i});
   }
   check_outputs(outputs, inputs);
 }
 
-}  // namespace
-
-void mlp(const Context& context, const MlpForward& call) {
-  check(!call.layers.empty(), "layers: expected at least one");
-  const std::vector<LinearActForward> steps = steps_of(call);
-  for (std::size_t i = 0; i < steps.size(); ++i) {
-    in_layer(i, [&] { check_call(context, steps[i]); });
-  }
+template <typename Steps, typename Call>
+void run(const Context& context, const Call& call) {
+  const Steps steps(context, call);
   check_memory(call);
-  for (const LinearActForward& step : steps) linear_act(context, step);
+  // A forced implementation that declines any layer is an error before anything is written.
+  if (!call.implementation.empty()) explain_each(context, steps.get(), call.layers.size());
+  run_each(context, steps.get());
 }
 
-void mlp(const Context& context, const MlpBackward& call) {
-  check(!call.layers.empty(), "layers: expected at least one");
-  for (std::size_t i = 0; i < call.layers.size(); ++i) {
-    check(call.layers[i].y.rank == 2, "layer ", i, ": y: expected 2 dimensions [M, K], got ",
-          call.layers[i].y);
-  }
-  const Reach reach(call);
-  const std::int64_t bytes = reach.widest * size_of(call.dy.dtype);
-  const Scratch<char> even(context, bytes), odd(context, bytes);
-  const std::vector<LinearActBackward> steps = steps_of(call, reach, even.data(), odd.data());
-  for (std::size_t i = 0; i < steps.size(); ++i) {
-    in_layer(call.layers.size() - 1 - i, [&] { check_call(context, steps[i]); });
-  }
-  check_memory(call);
-  for (const LinearActBackward& step : steps) linear_act(context, step);
+}  // namespace
+
+void mlp(const Context& context, const MlpForward& call) { run<ForwardSteps>(context, call); }
+void mlp(const Context& context, const MlpBackward& call) { run<BackwardSteps>(context, call); }
+
+std::vector<Candidates> explain(const Context& context, const MlpForward& call) {
+  return explain_each(context, ForwardSteps(context, call).get(), call.layers.size());
+}
+
+std::vector<Candidates> explain(const Context& context, const MlpBackward& call) {
+  return explain_each(context, BackwardSteps(context, call).get(), call.layers.size());
 }
 
 }  // namespace fusewise

@@ -72,14 +72,9 @@ bool meet(const Layout& a, std::int64_t extent_a, const Layout& b, std::int64_t 
 
 }  // namespace
 
-bool is_same(const TensorView& a, const TensorView& b) {
-  if (a.data != b.data || a.dtype != b.dtype || a.rank != b.rank || a.sizes != b.sizes) {
-    return false;
-  }
-  for (int d = 0; d < a.rank; ++d) {
-    if (a.sizes[d] > 1 && a.strides[d] != b.strides[d]) return false;
-  }
-  return true;
+static std::ostream& operator<<(std::ostream& out, const Argument& argument) {
+  if (argument.layer >= 0) out << "layer " << argument.layer << ": ";
+  return out << argument.name;
 }
 
 bool may_overlap_itself(const TensorView& t) {
@@ -107,13 +102,13 @@ void check_outputs(std::span<const Argument> outputs, std::span<const Argument> 
   for (const Argument& each : outputs) ranges.emplace_back(each.view);
   for (const Argument& each : inputs) ranges.emplace_back(each.view);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    check(!may_overlap_itself(outputs[i].view), outputs[i].name,
+    check(!may_overlap_itself(outputs[i].view), outputs[i],
           ": expected strides that give each element of an output memory of its own");
     for (std::size_t j = i + 1; j < ranges.size(); ++j) {
       if (!ranges[i].meets(ranges[j])) continue;
       const Argument& other = j < outputs.size() ? outputs[j] : inputs[j - outputs.size()];
-      check(!may_overlap(outputs[i].view, other.view), outputs[i].name,
-            ": expected memory of its own, got some that overlaps ", other.name);
+      check(!may_overlap(outputs[i].view, other.view), outputs[i],
+            ": expected memory of its own, got some that overlaps ", other);
     }
   }
 }

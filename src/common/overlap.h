@@ -12,10 +12,8 @@ namespace fusewise {
 struct Argument {
   const char* name;
   const TensorView& view;
+  int layer = -1;  // of a stack: its number is part of the name
 };
-
-/// The same elements in the same order.
-bool is_same(const TensorView& a, const TensorView& b);
 
 /// Whether two elements of a tensor may share memory: a stride, from the smallest on, does not
 /// reach over what the smaller ones cover.

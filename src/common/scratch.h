@@ -11,6 +11,11 @@ namespace fusewise {
 void* allocate(const Context& context, std::size_t bytes);
 void deallocate(const Context& context, void* memory) noexcept;
 
+/// Asks for large pages under new memory of the heap: the page faults of small ones cost more than
+/// the arithmetic. For nothing but memory so large that malloc has mapped it on its own, because
+/// then the hint ends with it.
+void prefer_large_pages(void* memory, std::int64_t bytes);
+
 template <typename T>
 class Scratch {
  public:

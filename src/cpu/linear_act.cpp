@@ -1,13 +1,14 @@
 // Linear + activation on the CPU: which rows and panels run where, in which order.
-// The passes touch each byte once and are bound by memory bandwidth. The product, for callers that
-// bring none, packs a panel of columns and lets all rows run over it.
+// The elementwise passes touch each byte once and are bound by memory bandwidth. The library's own
+// GEMM, for contexts without one, packs a panel of columns and lets all rows run over it.
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/backends.h"
 #include "common/divide.h"
-#include "common/matrix.h"
-#include "common/scratch.h"
+#include "common/linear_act.h"
+#include "cpu/gemm.h"
 #include "cpu/instruction_sets.h"
 #include "cpu/linear_act_kernels.h"
 #include "cpu/threads.h"
@@ -18,10 +19,10 @@ namespace {
 using Index = std::int64_t;
 
 constexpr Index kPieceElements = 64 * 1024;  // of a cheap pass, for one thread at a time
+constexpr Index kLaterBiasColumns = 256;     // fewer are activated as one long row
 constexpr Index kSumRows = 32;               // whose gradients are summed up together, in order
 
 Strides strides_of(const TensorView& t) { return {t.strides[0], t.strides[1]}; }
-Strides transposed(Strides strides) { return {strides.column, strides.row}; }
 
 template <typename T>
 class Operation {
@@ -33,52 +34,41 @@ class Operation {
 
   void run(const LinearActForward& call) const {
     const bool bits = call.kept.defined() && call.kept.dtype == DType::u8;
-    TensorView z = call.z;
-    if (!z.defined()) {
-      z = call.kept.defined() && !bits ? call.kept : call.y;
-      multiply(call.x, strides_of(call.x), call.w, transposed(strides_of(call.w)), call.x.sizes[1],
-               call.b, z);
-    } else if (call.kept.defined() && !bits && call.kept.data != z.data) {
-      activate(Activation::identity, z, call.kept, {});
-    }
-    if (call.activation == Activation::identity && z.data == call.y.data) return;
-    activate(call.activation, z, call.y, bits ? call.kept : TensorView());
+    const TensorView z = call.kept.defined() && !bits ? call.kept : call.y;
+    // Libraries add the bias in a pass of their own over z. The activation's pass does it for
+    // nothing, where z is not kept and rounds nothing away.
+    const bool later = std::is_same_v<T, A> && z.data == call.y.data &&
+                       call.activation != Activation::identity && z.sizes[1] >= kLaterBiasColumns;
+    const TensorView absent;
+    multiply(call.x, transposed(call.w), later ? absent : call.b, z);
+    if (call.activation == Activation::identity) return;
+    activate(call.activation, z, later ? call.b : absent, call.y, bits ? call.kept : absent);
   }
 
   void run(const LinearActBackward& call) const {
-    const Index m = call.dy.sizes[0], n = call.dy.sizes[1];
-    const bool products = call.dx.defined() || call.dw.defined();
-    const bool same = call.activation == Activation::identity && !call.dz.defined();
-    const bool own = products && !same && !call.dz.defined();
-    const Scratch<T> memory(context_, own ? m * n : 0);
-    TensorView dz = call.dz;
-    if (own) dz = TensorView(memory.data(), call.dy.dtype, call.dy.device, {m, n});
-    if (dz.defined() || call.db.defined()) differentiate(call, dz);
-    if (same) dz = call.dy;
-    if (call.dw.defined()) {
-      multiply(dz, transposed(strides_of(dz)), call.x, strides_of(call.x), m, {}, call.dw);
-    }
-    if (call.dx.defined()) {
-      multiply(dz, strides_of(dz), call.w, strides_of(call.w), n, {}, call.dx);
-    }
+    const Dz dz(context_, call);
+    if (dz.output().defined() || call.db.defined()) differentiate(call, dz.output());
+    if (call.dw.defined()) multiply(transposed(dz.view()), call.x, {}, call.dw);
+    if (call.dx.defined()) multiply(dz.view(), call.w, {}, call.dx);
   }
 
  private:
   static T* data(const TensorView& t) { return static_cast<T*>(t.data); }
 
-  void activate(Activation kind, const TensorView& z, const TensorView& y,
+  void activate(Activation kind, const TensorView& z, const TensorView& bias, const TensorView& y,
                 const TensorView& bits) const {
     const Index rows = z.sizes[0], columns = z.sizes[1];
     const Index z_stride = matrix_of(z).stride, y_stride = matrix_of(y).stride;
     const Index bit_stride = bits.defined() ? matrix_of(bits).stride : 0;
     const bool cheap = kind == Activation::relu || kind == Activation::identity;
     Index piece = cheap ? kPieceElements : kPieceElements / 4;
-    if (!bits.defined() && z_stride == columns && y_stride == columns) {
+    if (!bits.defined() && !bias.defined() && z_stride == columns && y_stride == columns) {
       // One behind the other, they are one long row, which has its rest but once.
       const Index all = rows * columns;
       parallel_for(context_, divide_up(all, piece), [&](Index begin, Index end) {
         const Index first = begin * piece, count = std::min(end * piece, all) - first;
-        kernels_.activate(kind, data(z) + first, 0, data(y) + first, 0, nullptr, 0, 1, count);
+        kernels_.activate(kind, data(z) + first, 0, nullptr, data(y) + first, 0, nullptr, 0, 1,
+                          count);
       });
       return;
     }
@@ -86,9 +76,10 @@ class Operation {
     parallel_for(context_, divide_up(rows, piece), [&](Index begin, Index end) {
       const Index first = begin * piece, count = std::min(end * piece, rows) - first;
       auto* open = static_cast<std::uint8_t*>(bits.data);
-      kernels_.activate(kind, data(z) + first * z_stride, z_stride, data(y) + first * y_stride,
-                        y_stride, open == nullptr ? nullptr : open + first * bit_stride, bit_stride,
-                        count, columns);
+      kernels_.activate(kind, data(z) + first * z_stride, z_stride, data(bias),
+                        data(y) + first * y_stride, y_stride,
+                        open == nullptr ? nullptr : open + first * bit_stride, bit_stride, count,
+                        columns);
     });
   }
 
@@ -130,28 +121,21 @@ class Operation {
     if (call.db.defined()) kernels_.add_chunks(partial.data(), chunks, columns, data(call.db));
   }
 
-  /// d = a b (+ bias), a and b of any strides.
-  void multiply(const TensorView& a, Strides a_strides, const TensorView& b, Strides b_strides,
-                Index inner, const TensorView& bias, const TensorView& d) const {
-    Index rows = d.sizes[0], columns = d.sizes[1];
-    T *left = data(a), *right = data(b);
-    const Matrix out = matrix_of(d);
-    if (out.transposed) {  // d^T = b^T a^T
-      std::swap(rows, columns);
-      std::swap(left, right);
-      std::swap(a_strides, b_strides);
-      a_strides = transposed(a_strides);
-      b_strides = transposed(b_strides);
-    }
-    const Index width = kernels_.product_columns;
+  /// d = a b (+ bias); only a d with adjacent rows has a bias.
+  void multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
+                const TensorView& d) const {
+    if (!has_adjacent_rows(d)) return multiply(transposed(b), transposed(a), {}, transposed(d));
+    if (multiply_by_library(context_, a, b, bias, d)) return;
+    const Index rows = d.sizes[0], columns = d.sizes[1], inner = a.sizes[1];
+    const Index width = kernels_.product_columns, d_stride = matrix_of(d).stride;
     parallel_for(context_, divide_up(columns, width), [&](Index begin, Index end) {
       const Scratch<A> panel(context_, inner * width);
       for (Index i = begin; i < end; ++i) {
         const Index first = i * width, count = std::min(width, columns - first);
-        kernels_.pack(right + first * b_strides.column, b_strides, inner, count, panel.data());
-        kernels_.multiply(left, a_strides, panel.data(), inner,
-                          bias.defined() ? data(bias) + first : nullptr,
-                          static_cast<T*>(out.data) + first, out.stride, rows, count);
+        kernels_.pack(data(b) + first * b.strides[1], strides_of(b), inner, count, panel.data());
+        kernels_.multiply(data(a), strides_of(a), panel.data(), inner,
+                          bias.defined() ? data(bias) + first : nullptr, data(d) + first, d_stride,
+                          rows, count);
       }
     });
   }

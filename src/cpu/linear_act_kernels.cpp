@@ -60,11 +60,12 @@ I64 from_bits(F64, unsigned bits) {
 
 /// One unit of columns, or the `count` that are left of it.
 template <Activation kKind, typename T, bool kBits, typename... Count>
-void activate_unit(const T* z, T* y, std::uint8_t* bits, Count... count) {
+void activate_unit(const T* z, const T* bias, T* y, std::uint8_t* bits, Count... count) {
   using M = Memory<T>;
   unsigned open = 0;
   const auto step = [&](int i, auto... left) {
-    const LanesOf<T> value = M::load(z + i, left...);
+    LanesOf<T> value = M::load(z + i, left...);
+    if (bias != nullptr) value = value + M::load(bias + i, left...);
     if constexpr (kBits) open |= to_bits(~(value <= 0)) << i;
     M::store(y + i, activate<kKind, kHalf<T>>(value), left...);
   };
@@ -90,27 +91,28 @@ void activate_unit(const T* z, T* y, std::uint8_t* bits, Count... count) {
 }
 
 template <Activation kKind, typename T, bool kBits>
-void activate_rows(const T* z, Index z_stride, T* y, Index y_stride, std::uint8_t* bits,
-                   Index bit_stride, Index rows, Index columns) {
+void activate_rows(const T* z, Index z_stride, const T* bias, T* y, Index y_stride,
+                   std::uint8_t* bits, Index bit_stride, Index rows, Index columns) {
   for (Index row = 0; row < rows; ++row) {
     const T* from = z + row * z_stride;
     T* to = y + row * y_stride;
     std::uint8_t* open = kBits ? bits + row * bit_stride : nullptr;
     Index i = 0;
-    for (; i + kUnit<T> <= columns; i += kUnit<T>) {
-      activate_unit<kKind, T, kBits>(from + i, to + i, kBits ? open + i / 8 : nullptr);
-    }
-    if (i < columns) {
-      activate_unit<kKind, T, kBits>(from + i, to + i, kBits ? open + i / 8 : nullptr, columns - i);
-    }
+    const auto unit = [&](auto... count) {
+      activate_unit<kKind, T, kBits>(from + i, bias == nullptr ? nullptr : bias + i, to + i,
+                                     kBits ? open + i / 8 : nullptr, count...);
+    };
+    for (; i + kUnit<T> <= columns; i += kUnit<T>) unit();
+    if (i < columns) unit(columns - i);
   }
 }
 
 template <typename T>
-void activate_matrix(Activation kind, const T* z, Index z_stride, T* y, Index y_stride,
-                     std::uint8_t* bits, Index bit_stride, Index rows, Index columns) {
+void activate_matrix(Activation kind, const T* z, Index z_stride, const T* bias, T* y,
+                     Index y_stride, std::uint8_t* bits, Index bit_stride, Index rows,
+                     Index columns) {
   const auto run = [&](auto function) {
-    function(z, z_stride, y, y_stride, bits, bit_stride, rows, columns);
+    function(z, z_stride, bias, y, y_stride, bits, bit_stride, rows, columns);
   };
   switch (kind) {
     case Activation::relu:

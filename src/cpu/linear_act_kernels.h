@@ -15,10 +15,10 @@ struct Strides {
 
 template <typename T, typename A = AccumulatorOf<T>>
 struct LinearKernels {
-  /// y = act(z) and, unless null, relu's bits.
-  void (*activate)(Activation kind, const T* z, std::int64_t z_stride, T* y, std::int64_t y_stride,
-                   std::uint8_t* bits, std::int64_t bit_stride, std::int64_t rows,
-                   std::int64_t columns);
+  /// y = act(z + bias) and relu's bits; bias and bits may be null.
+  void (*activate)(Activation kind, const T* z, std::int64_t z_stride, const T* bias, T* y,
+                   std::int64_t y_stride, std::uint8_t* bits, std::int64_t bit_stride,
+                   std::int64_t rows, std::int64_t columns);
   /// dz = dy * act' unless null, sums[column] += dz unless null. Of relu either the bits or the
   /// values behind (or before) it are there, of the others z.
   void (*differentiate)(Activation kind, const T* dy, std::int64_t dy_stride,

@@ -6,9 +6,7 @@ namespace fusewise::testing {
 namespace {
 
 LinearAct make(Activation activation = Activation::relu, DType dtype = DType::f32) {
-  LinearAct call = make_linear_act({4, 6, 5}, dtype, activation);
-  call.dz = Tensor(dtype, {4, 6});
-  return call;
+  return make_linear_act({4, 6, 5}, dtype, activation);
 }
 
 template <typename Call>
@@ -24,7 +22,7 @@ void expect_error(const LinearAct& tensors, const Call& call, const std::string&
   EXPECT_THROW(explain(Context{}, call), Error);
   for (const auto member :
        {&LinearAct::x, &LinearAct::w, &LinearAct::b, &LinearAct::y, &LinearAct::kept,
-        &LinearAct::dy, &LinearAct::dx, &LinearAct::dw, &LinearAct::db, &LinearAct::dz}) {
+        &LinearAct::dy, &LinearAct::dx, &LinearAct::dw, &LinearAct::db}) {
     EXPECT_EQ((tensors.*member).memory(), (before.*member).memory());
   }
 }
@@ -43,7 +41,7 @@ constexpr Spoil<LinearActBackward> kBackward[] = {
     {&LinearActBackward::dy, "dy"}, {&LinearActBackward::x, "x"},
     {&LinearActBackward::w, "w"},   {&LinearActBackward::kept, "kept"},
     {&LinearActBackward::dx, "dx"}, {&LinearActBackward::dw, "dw"},
-    {&LinearActBackward::db, "db"}, {&LinearActBackward::dz, "dz"},
+    {&LinearActBackward::db, "db"},
 };
 
 template <typename Call, std::size_t kCount>
@@ -130,9 +128,6 @@ TEST(LinearActErrors, FormsThatProductsDoNotTake) {
     LinearActBackward backward = tensors.backward();
     backward.dx.strides = strides;
     expect_error(tensors, backward, "dx: expected adjacent rows or columns");
-    backward = tensors.backward();
-    backward.dz.strides = strides;
-    expect_error(tensors, backward, "dz: expected adjacent rows");
   }
   LinearActForward call = tensors.forward();
   call.y.strides = {1, 4};
@@ -158,7 +153,7 @@ TEST(LinearActErrors, BytesAreNoData) {
 TEST(LinearActErrors, WhatIsKept) {
   const LinearAct bits = make();
   LinearActForward call = bits.forward();
-  call.kept = bits.dz.view();
+  call.kept = bits.dy.view();
   expect_error(bits, call, "kept: expected uint8 for relu, got float32");
   call = bits.forward();
   call.activation = Activation::identity;
@@ -190,7 +185,6 @@ TEST(LinearActErrors, NoMemoryForBackward) {
   Context context;
   context.allocator = &allocator;
   LinearAct tensors = make(Activation::gelu);
-  tensors.dz = {};
   const LinearAct before = tensors;
   EXPECT_THROW(linear_act(context, tensors.backward()), OutOfMemory);
   EXPECT_EQ(tensors.dx.memory(), before.dx.memory());

@@ -36,3 +36,4 @@ def test_the_core_configures_with_the_systems_cmake(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "build.ninja").is_file()
+    assert "Fusewise: GEMMs on the CPU by " in done.stdout

@@ -11,6 +11,12 @@ mlp = torch.ops.fusewise._mlp.default
 mlp_backward = torch.ops.fusewise._mlp_backward.default
 
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh", "silu")
+_IS_KEPT = {
+    (activation, last): torch.ops.fusewise._mlp_is_kept(activation, last)
+    for activation in ACTIVATIONS
+    for last in (False, True)
+}
+"""Whether forward of a layer keeps something for backward."""
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -120,8 +126,7 @@ def _(
     for i, w in enumerate(weights):
         last = i + 1 == len(weights)
         kind = final_activation if last else activation
-        # Of a hidden relu, the output tells what backward needs.
-        keeps = save and kind != "identity" and (last or kind != "relu")
+        keeps = save and _IS_KEPT.get((kind, last), False)
         if save and i > 0:
             hidden.append(y)
         try:

@@ -88,11 +88,9 @@ class _LinearAct(torch.autograd.Function):
         if x is None:
             x = w.new_empty(()).expand(ctx.shape)
         try:
-            # Autocast would round what the operator hands to torch's own products.
-            with without_autocast(x):
-                dx, dw, db = _ops.linear_act_backward(
-                    dy, x, w, kept, activation, *needed, *math, forced
-                )
+            dx, dw, db = _ops.linear_act_backward(
+                dy, x, w, kept, activation, *needed, *math, forced
+            )
         except RuntimeError as error:
             raise _ops.rephrased(error, dy=dy) from None
         return (

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _ops
 from .._explain import record_torch
 from .._settings import TORCH, settings
-from ._products import cast_inputs, product_math, without_autocast
+from ._products import cast_inputs, product_math
 from ._transforms import (
     SEEN_THROUGH,
     direct_apply,
@@ -97,11 +97,9 @@ class _Mlp(torch.autograd.Function):
         biased = len(parameters) > layers
         needed = [int(need) for need in needs] + [0] * (0 if biased else layers)
         try:
-            # Autocast would round what the operator hands to torch's own products.
-            with without_autocast(x):
-                dx, *found = _ops.mlp_backward(
-                    dy, x, parameters[:layers], saved, *kinds, need_dx, needed, *math, forced
-                )
+            dx, *found = _ops.mlp_backward(
+                dy, x, parameters[:layers], saved, *kinds, need_dx, needed, *math, forced
+            )
         except RuntimeError as error:
             raise _ops.rephrased(error, dy=dy) from None
         gradients = (

@@ -6,9 +6,8 @@
 #include <string>
 
 #include "common/backends.h"
+#include "common/linear_act.h"
 #include "common/lru.h"
-#include "common/matrix.h"
-#include "common/scratch.h"
 #include "cuda/gemm/product.h"
 #include "cuda/gemm/tuning.h"
 #include "cuda/linear_act/passes.cuh"
@@ -51,14 +50,9 @@ std::string pass_declines(const Context&, const LinearActForward&) { return ""; 
 
 void pass_run(const Context& context, const LinearActForward& call) {
   const bool bits = call.kept.defined() && call.kept.dtype == DType::u8;
-  TensorView z = call.z;
-  if (!z.defined()) {
-    z = call.kept.defined() && !bits ? call.kept : call.y;
-    multiply(context, forward_product(call, z));
-  } else if (call.kept.defined() && !bits && call.kept.data != z.data) {
-    activate(context, {z, call.kept, {}, Activation::identity});
-  }
-  if (call.activation == Activation::identity && z.data == call.y.data) return;
+  const TensorView z = call.kept.defined() && !bits ? call.kept : call.y;
+  multiply(context, forward_product(call, z));
+  if (call.activation == Activation::identity) return;
   activate(context, {z, call.y, bits ? call.kept : TensorView(), call.activation});
 }
 
@@ -144,7 +138,6 @@ Verdict judge(const Context& context, const LinearActForward& call) {
 }
 
 std::string epilogue_declines(const Context& context, const LinearActForward& call) {
-  if (call.z.defined()) return "the product is there already";
   if (call.activation == Activation::identity) return "";
   if (epilogue_of(call.activation) == Epilogue::none) {
     return "cuBLASLt has no epilogue for this activation";
@@ -172,17 +165,10 @@ std::string backward_declines(const Context&, const LinearActBackward&) { return
 
 void backward_run(const Context& context, const LinearActBackward& call) {
   const std::int64_t m = call.dy.sizes[0], n = call.dy.sizes[1];
-  const bool products = call.dx.defined() || call.dw.defined();
-  const bool usable = has_adjacent_rows(call.dy) || has_adjacent_columns(call.dy);
-  const bool same = call.activation == Activation::identity && usable && !call.dz.defined();
-  const bool own = products && !same && !call.dz.defined();
-  const Scratch<char> memory(context, own ? m * n * size_of(call.dy.dtype) : 0);
-  TensorView dz = call.dz;
-  if (own) dz = TensorView(memory.data(), call.dy.dtype, call.dy.device, {m, n});
-  if (dz.defined() || call.db.defined()) {
-    differentiate(context, {call.dy, call.kept, dz, call.db, call.activation});
+  const Dz dz(context, call);
+  if (dz.output().defined() || call.db.defined()) {
+    differentiate(context, {call.dy, call.kept, dz.output(), call.db, call.activation});
   }
-  if (same) dz = call.dy;
 
   Product p{};
   p.dtype = call.dy.dtype;
@@ -192,7 +178,7 @@ void backward_run(const Context& context, const LinearActBackward& call) {
     p.columns = call.x.sizes[1];
     p.inner = m;
     p.batch = BatchSize::inner;
-    p.a = matrix_of(dz);
+    p.a = matrix_of(dz.view());
     p.a.transposed = !p.a.transposed;
     p.b = matrix_of(call.x);
     p.d = matrix_of(call.dw);
@@ -204,7 +190,7 @@ void backward_run(const Context& context, const LinearActBackward& call) {
     p.columns = call.w.sizes[1];
     p.inner = n;
     p.batch = BatchSize::rows;
-    p.a = matrix_of(dz);
+    p.a = matrix_of(dz.view());
     p.b = matrix_of(call.w);
     p.d = matrix_of(call.dx);
     multiply(context, p);

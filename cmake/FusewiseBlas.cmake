@@ -1,0 +1,38 @@
+# The BLAS that multiplies on the CPU where a context brings no GEMM. Sets FUSEWISE_WITH_BLAS.
+# PyTorch's operators never need it, because their contexts bring torch's.
+
+set(FUSEWISE_WITH_BLAS OFF)
+if(FUSEWISE_TORCH)
+  return()
+endif()
+if(FUSEWISE_BLAS STREQUAL "OFF")
+  message(STATUS "Fusewise: GEMMs on the CPU by its own loops, as FUSEWISE_BLAS=OFF asks.")
+  return()
+endif()
+
+# Not `Generic`, which is the reference implementation as a rule: our own loops are faster.
+set(vendors OpenBLAS Intel10_64lp FLAME Apple)
+if(NOT FUSEWISE_BLAS STREQUAL "AUTO")
+  set(vendors ${FUSEWISE_BLAS})
+endif()
+find_path(FUSEWISE_CBLAS_INCLUDE cblas.h PATH_SUFFIXES openblas blis)
+include(CheckFunctionExists)
+foreach(BLA_VENDOR ${vendors})
+  find_package(BLAS QUIET)
+  if(NOT BLAS_FOUND OR NOT FUSEWISE_CBLAS_INCLUDE)
+    continue()
+  endif()
+  set(CMAKE_REQUIRED_LIBRARIES ${BLAS_LIBRARIES})
+  check_function_exists(cblas_sgemm FUSEWISE_CBLAS_OF_${BLA_VENDOR})
+  unset(CMAKE_REQUIRED_LIBRARIES)
+  if(FUSEWISE_CBLAS_OF_${BLA_VENDOR})
+    set(FUSEWISE_WITH_BLAS ON)
+    message(STATUS "Fusewise: GEMMs on the CPU by ${BLAS_LIBRARIES}.")
+    return()
+  endif()
+endforeach()
+if(NOT FUSEWISE_BLAS STREQUAL "AUTO")
+  message(FATAL_ERROR "FUSEWISE_BLAS=${FUSEWISE_BLAS}, but no such BLAS with cblas.h was found. "
+    "Install it, or build with FUSEWISE_BLAS=OFF for the library's own loops.")
+endif()
+message(STATUS "Fusewise: GEMMs on the CPU by its own loops (no OpenBLAS, MKL or BLIS found).")
