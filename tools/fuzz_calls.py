@@ -80,11 +80,16 @@ def draw_leading(rng):
     return [batch(rng, 200)] if rng.random() < 0.6 else [size(rng, 6), batch(rng, 20)]
 
 
-def draw_rows(rng, rank):
-    """Layouts of x and dy. Never both with equal rows: a sum over them is one term many times, and
-    which way that rounds, in the vendor's product too, is a matter of luck."""
-    x, dy = (Relay.drawn(rng, rank) for _ in range(2))
-    return x, dataclasses.replace(dy, expanded=()) if x.expanded else dy
+def draw_layouts(rng, *ranks):
+    """Of tensors that are multiplied. At most one has dimensions of stride 0: where both factors
+    stay the same along a sum, it is one term many times, and which way that rounds, in the
+    vendor's product too, is a matter of luck."""
+    layouts, found = [], False
+    for rank in ranks:
+        layout = Relay.drawn(rng, rank)
+        layouts.append(dataclasses.replace(layout, expanded=()) if found else layout)
+        found = found or bool(layout.expanded)
+    return layouts
 
 
 def draw_linear_act(rng, device):
@@ -97,8 +102,8 @@ def draw_linear_act(rng, device):
         activation=rng.choice(sorted(linear_reference.ACTIVATIONS)),
         bias=rng.random() < 0.7,
     )
-    x_layout, dy_layout = draw_rows(rng, case.x.dim())
-    case.x, case.dy, case.w = x_layout(case.x), dy_layout(case.dy), relaid(rng, case.w)
+    x_layout, dy_layout, w_layout = draw_layouts(rng, case.x.dim(), case.dy.dim(), 2)
+    case.x, case.dy, case.w = x_layout(case.x), dy_layout(case.dy), w_layout(case.w)
     return [case]
 
 
@@ -114,8 +119,8 @@ def draw_mlp(rng, device):
     # A float64 reference is no better than a float64 call, and in deep stacks its own errors show.
     layers = rng.randint(1, 2 if dtypes[0] == torch.float64 else 4)
     sizes = [size(rng, 100) for _ in range(layers + 1)]
-    x_layout, dy_layout = draw_rows(rng, len(leading) + 1)
-    w_layouts = [Relay.drawn(rng, 2) for _ in sizes[1:]]
+    rank = len(leading) + 1
+    x_layout, dy_layout, *w_layouts = draw_layouts(rng, rank, rank, *[2] * layers)
     cases = []
     for _ in range(DRAWS):
         case = linear_reference.make_mlp_case(
@@ -139,11 +144,11 @@ def draw_autoencoder(rng, device):
     if rng.random() < 0.3:
         sizes = autoencoder_reference.DEFAULT
     else:
-        # Of a single value a norm sees nothing but rounding.
+        # Of two values a LayerNorm makes plus and minus one: its gradient is nothing but rounding.
         sizes = {
-            "n_mels": 1 + size(rng, 40),
+            "n_mels": 2 + size(rng, 40),
             "frames": rng.randint(1, 6),
-            "latent": 1 + size(rng, 30),
+            "latent": 2 + size(rng, 30),
             "slice_latent": 1 + size(rng, 40),
         }
     layout, output = rng.choice(["rows", "frames"]), rng.choice(autoencoder_reference.OUTPUTS)

@@ -24,6 +24,9 @@
 
 namespace fusewise::binding {
 
+/// Room for the tensors of an operator, of which the last stays absent, and for its choices.
+inline constexpr std::size_t kMostTensors = 32, kMostChoices = 4;
+
 /// What a call has brought along and what it will give back, for an operator and one direction.
 template <const auto& kOperator, typename Call>
 class TorchCall {
@@ -139,6 +142,8 @@ class TorchCall {
     }
     saved_ = dense(*saved_);  // hooks on saved tensors may bring back any strides
     const TensorView saved = view_of("saved", *saved_), expected = foreseen_saved();
+    check(saved.device == device, "saved: expected a tensor on ", device, ", got one on ",
+          saved.device);
     check(saved.dtype == expected.dtype && saved.numel() == expected.numel(),
           "saved: expected the ", expected.numel(), " ", expected.dtype,
           " values that forward saved, got ", saved.numel(), " of ", saved.dtype);
@@ -167,7 +172,7 @@ class TorchCall {
       const Rule& other = kOperator.tensors[i];
       if (named ? std::string_view(other.name) == t.shape : &other == &t) return i;
     }
-    return kMost - 1;
+    return kMostTensors - 1;
   }
 
   TensorView foreseen(const Rule& t) const {
@@ -186,9 +191,8 @@ class TorchCall {
                               {view.sizes.begin(), view.sizes.begin() + view.rank});
   }
 
-  static constexpr std::size_t kMost = 32, kMostChoices = 4;
   StableIValue* next_;
-  std::array<std::optional<Tensor>, kMost> tensors_;  // by the rules' order
+  std::array<std::optional<Tensor>, kMostTensors> tensors_;  // by the rules' order
   std::optional<Tensor> gradient_, saved_;
   std::array<Text, kMostChoices> words_;
   std::int64_t mode_ = 0;
@@ -226,8 +230,7 @@ class OperatorBinding {
   }
 
   static std::string description() {
-    constexpr std::size_t kMost = 32;
-    std::array<bool, kMost> read{}, differentiable{};
+    std::array<bool, kMostTensors> read{}, differentiable{};
     for (std::size_t i = 0; i < kOperator.tensors.size(); ++i) {
       read[i] = kOperator.tensors[i].backward != nullptr;
       differentiable[i] = kOperator.tensors[i].gradient != nullptr;
@@ -314,6 +317,8 @@ class OperatorBinding {
 template <const auto& kOperator>
 void define(torch::stable::detail::StableLibrary& library) {
   using Binding = OperatorBinding<kOperator>;
+  check(kOperator.tensors.size() < kMostTensors && kOperator.rules.choices.size() <= kMostChoices,
+        kOperator.rules.name, ": more tensors or choices than the binding has room for");
   for (const char* suffix : {"", "_backward", "_explain"}) {
     library.def(Binding::schema(suffix).c_str());
   }

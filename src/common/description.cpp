@@ -60,11 +60,11 @@ bool fits_one(const char*& at, const TensorView& t, Sizes& sizes) {
   bool fits = true;
   int d = 0;
   while (*at != 0 && *at != '|') {
-    std::int64_t known = 1;
+    std::int64_t known = is_digit(*at) ? 0 : 1;
     char unknown = 0;
     for (; *at != 0 && *at != ' '; ++at) {
       if (is_digit(*at)) {
-        known = *at - '0';
+        known = 10 * known + *at - '0';
       } else if (sizes.knows(*at)) {
         known *= sizes[*at];
       } else {
@@ -307,8 +307,10 @@ TensorView foreseen(const TensorRule& rule, const Sizes& sizes, DType data, DTyp
   t.rank = 0;
   const std::string_view shape(rule.shape);
   each_part(shape.substr(0, shape.find(" | ")), " ", [&](std::string_view size) {
-    std::int64_t product = 1;
-    for (const char letter : size) product *= is_digit(letter) ? letter - '0' : sizes[letter];
+    std::int64_t product = is_digit(size.front()) ? 0 : 1;
+    for (const char letter : size) {
+      product = is_digit(letter) ? 10 * product + letter - '0' : product * sizes[letter];
+    }
     t.sizes[t.rank++] = product;
   });
   std::int64_t stride = 1;

@@ -38,7 +38,7 @@ struct TensorRule {
   const char* name;
   Role role;
   /// Sizes with a space between them, as "N C H W". A letter stands for the same number in all
-  /// tensors of a call, several letters for their product; a digit is itself. " | " stands between
+  /// tensors of a call, several letters for their product; a number is itself. " | " stands between
   /// two shapes of which a tensor has one. A tensor's name: the same shape as that.
   const char* shape;
   Type type;

@@ -115,6 +115,7 @@ class GivenTensors {
  private:
   void add(const TensorRule& rule, const TensorView& view, bool gradient, bool written,
            bool required) {
+    check(count_ < kMost, rule.name, ": a call has more tensors than there is room for");
     given_[count_++] = {&rule, &view, gradient, written, required};
   }
 

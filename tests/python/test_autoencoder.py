@@ -253,6 +253,16 @@ def test_what_is_kept_for_backward(device):
     assert torch.equal(inputs[0].grad, again["dx"])
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_what_an_output_does_not_depend_on_gets_zeros(device, create_graph):
+    case = make_case(3, SMALL, device, output="latent")
+    inputs = [t.detach() for t in case.inputs]
+    inputs[-1].requires_grad_()  # the decoder's bias
+    latent = autoencoder(*inputs, output="latent")
+    (found,) = torch.autograd.grad(latent.sum(), inputs[-1], create_graph=create_graph)
+    assert torch.equal(found, torch.zeros_like(inputs[-1]))
+
+
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
 def test_without_gradients(device, mode):
     case = make_case(20, SMALL, device)

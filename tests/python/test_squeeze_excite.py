@@ -190,6 +190,27 @@ def test_opcheck_backward(device, needed):
     torch.library.opcheck(backward_op, arguments)
 
 
+def test_saved_on_another_device(device):
+    """As a hook on saved tensors might bring it back."""
+    case = make_case((2, 6, 4, 5), 3, device)
+    saved = forward_op(*case.arguments, True, "")[1]
+    rest = (case.x, case.w1, case.w2, saved.to("meta"), "silu", "sigmoid", 0b11111, "")
+    with pytest.raises(RuntimeError, match="^saved: expected a tensor on .*, got one on meta"):
+        backward_op(case.dy, *rest)
+    if device == "cuda":
+        with pytest.raises(
+            RuntimeError, match="^saved: expected a tensor on cuda:0, got one on cpu"
+        ):
+            backward_op(case.dy, *rest[:3], saved.cpu(), *rest[4:])
+
+
+def test_gradients_of_the_formula_on_meta_tensors():
+    case = make_case((2, 6, 4, 5), 3, "meta")
+    x = case.x.requires_grad_()
+    (dx,) = torch.autograd.grad(with_silu(x, *case.inputs[1:]).sum(), x, create_graph=True)
+    assert dx.is_meta and dx.shape == x.shape
+
+
 def test_opcheck_explain(device):
     case = make_case((2, 6, 4, 5), 3, device)
     explain = torch.ops.fusewise._squeeze_excite_explain.default

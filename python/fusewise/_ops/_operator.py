@@ -112,9 +112,7 @@ class Operator:
         first = given[0][1]
         for rule, tensor in given:
             self._check_shape(rule, tensor, sizes)
-            if tensor.device != first.device:
-                where = f"expected a tensor on {first.device}, got one on {tensor.device}"
-                _refuse(f"{rule.name}: {where}")
+            _check_device(rule.name, tensor, first.device)
         self._check_types(given)
         return sizes
 
@@ -161,10 +159,10 @@ class Operator:
         if output.shape in named:
             result = torch.empty_like(named[output.shape])
         else:
-            result = self._empty(output, tensors, sizes)
+            result = self._empty(output, self.inputs, tensors, sizes)
         if not save:
             return result, tensors[0].new_empty(0, dtype=torch.float32)
-        saved = [self._empty(rule, tensors, sizes) for rule in self._saved]
+        saved = [self._empty(rule, self.inputs, tensors, sizes) for rule in self._saved]
         if len(saved) == 1:
             return result, saved[0]
         return result, saved[0].new_empty(sum(t.numel() for t in saved))
@@ -174,6 +172,8 @@ class Operator:
         tensors, words = arguments[: len(read)], arguments[len(read) + 1 :][: len(self.choices)]
         needed = arguments[-2]
         sizes = self._check(list(zip(read, tensors, strict=True)), words)
+        for name, tensor in (("gradient", gradient), ("saved", arguments[len(read)])):
+            _check_device(name, tensor, tensors[0].device)
         named = dict(zip((rule.name for rule in read), tensors, strict=True))
         results = []
         for i, rule in enumerate(self.inputs):
@@ -181,19 +181,23 @@ class Operator:
                 continue
             tensor = named.get(rule.name)
             if tensor is None:
-                results.append(self._empty(rule, tensors, sizes))
+                results.append(self._empty(rule, read, tensors, sizes))
             elif rule.layout == "any":
                 results.append(torch.empty_like(tensor))
             else:
                 results.append(tensor.new_empty(tensor.shape))
         return results
 
-    def _empty(self, rule, tensors, sizes):
+    @staticmethod
+    def _empty(rule, inputs, tensors, sizes):
         """A dense tensor as the rule describes it, beside these inputs."""
-        shape = [_product(sizes[c] for c in size) for size in rule.shape.split(" | ")[0].split()]
+        shape = [
+            int(size) if size.isdigit() else _product(sizes[letter] for letter in size)
+            for size in rule.shape.split(" | ")[0].split()
+        ]
         if rule.type == "statistics":
             return tensors[0].new_empty(shape, dtype=wide_dtype(tensors[0]))
-        same = (t for r, t in zip(self.inputs, tensors, strict=False) if r.type == rule.type)
+        same = (t for r, t in zip(inputs, tensors, strict=True) if r.type == rule.type)
         return next(same).new_empty(shape)
 
 
@@ -212,6 +216,11 @@ def _product(values):
 
 def _refuse(message: str):
     raise RuntimeError(message)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        _refuse(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -103,12 +103,12 @@ class Replay:
     def _capture(self) -> None:
         _warm_up(self._call, self._buffers)
         pool = torch.cuda.graph_pool_handle()  # shared: they are replayed one after the other
-        graphs = []
+        graphs, results = [], []
         for i in range(self._buffers):
             graphs.append(torch.cuda.CUDAGraph())
             with torch.cuda.graph(graphs[i], pool=pool):
-                self._results.append(self._call(i))
-        self._graphs = graphs
+                results.append(self._call(i))
+        self._graphs, self._results = graphs, results
 
 
 def _warm_up(call: Call, buffers: int) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import fusewise
+from fusewise._ops import CUDA_MISSING, build_info
+from fusewise._ops._architectures import why_unsupported
 
 from .families.family import Case
 from .floor import BYTES, Ceilings, cache_bytes, float32_for_all
@@ -145,9 +147,11 @@ def _ours(left, right, _):
 
 def _ours_runs(device: str) -> bool:
     """A model may be profiled on a GPU for which there are no kernels of ours."""
-    from fusewise._ops import CUDA_MISSING
-
-    return device == "cpu" or not CUDA_MISSING
+    if device == "cpu":
+        return True
+    if CUDA_MISSING:
+        return False
+    return not why_unsupported(torch.cuda.get_device_capability(), build_info()["architectures"])
 
 
 def _timer(call, device: str):

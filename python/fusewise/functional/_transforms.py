@@ -88,6 +88,11 @@ def formula_gradients(formula, inputs, needed, dy):
         # Aliases: where one tensor is used twice or made from another, each use counts alone.
         inputs = [None if t is None else t.view_as(t) for t in inputs]
         y = formula(*inputs)
+        if not y.requires_grad:  # it depends on nothing that is wanted
+            return [
+                torch.zeros_like(t) if need else None
+                for t, need in zip(inputs, needed, strict=True)
+            ]
         wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
         found = iter(
             torch.autograd.grad(y, wanted, dy, create_graph=create_graph, materialize_grads=True)

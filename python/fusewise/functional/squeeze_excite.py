@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import _ops
 from ._call import Function
-from ._products import autocast_dtype
+from ._products import autocast_dtype, without_autocast
 from ._transforms import is_jit_tracing, is_symbolic
 
 
@@ -60,7 +60,7 @@ def _formula(x, w1, b1, w2, b2, activation, gate):
     _ops.SQUEEZE_EXCITE.check((x, w1, b1, w2, b2), (activation, gate))
     dtype = _ops.wide_dtype(x)
     w1, b1, w2, b2 = (None if t is None else t.to(dtype) for t in (w1, b1, w2, b2))
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         pooled = x.mean((2, 3), dtype=dtype)
         z = F.linear(pooled, w1.flatten(1), b1)
         if activation == "hardswish" and dtype == torch.float64:
