@@ -3,7 +3,9 @@
 // One way to refuse an argument: check(condition, "what ", was, " expected").
 
 #include <ostream>
+#include <span>
 #include <sstream>
+#include <string>
 
 #include "fusewise/error.h"
 #include "fusewise/tensor.h"
@@ -25,6 +27,16 @@ template <typename... Parts>
 template <typename... Parts>
 void check(bool condition, const Parts&... parts) {
   if (!condition) fail(parts...);
+}
+
+/// "'silu', 'relu' or 'hardswish'"
+inline std::string quoted(std::span<const char* const> names) {
+  std::string text;
+  for (const char* const& name : names) {
+    if (!text.empty()) text += &name == &names.back() ? " or " : ", ";
+    text.append("'").append(name).append("'");
+  }
+  return text;
 }
 
 /// Where it is, and that there is something where sizes say so.
