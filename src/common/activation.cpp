@@ -1,5 +1,7 @@
 #include "fusewise/activation.h"
 
+#include <vector>
+
 #include "common/check.h"
 
 namespace fusewise {
@@ -26,12 +28,9 @@ Activation activation_from(std::string_view name, std::span<const Activation> kn
   for (const Activation each : known) {
     if (name == name_of(each)) return each;
   }
-  std::string names;
-  for (const Activation each : known) {
-    if (!names.empty()) names += each == known.back() ? " or " : ", ";
-    names.append("'").append(name_of(each)).append("'");
-  }
-  fail("activation: expected ", names, ", got '", name, "'");
+  std::vector<const char*> names;
+  for (const Activation each : known) names.push_back(name_of(each));
+  fail("activation: expected ", quoted(names), ", got '", name, "'");
 }
 
 }  // namespace fusewise

@@ -3,7 +3,9 @@
 // One way to refuse an argument: check(condition, "what ", was, " expected").
 
 #include <ostream>
+#include <span>
 #include <sstream>
+#include <string>
 
 #include "fusewise/error.h"
 #include "fusewise/tensor.h"
@@ -37,6 +39,16 @@ auto in_layer(std::size_t layer, const Body& body) {
   } catch (const Error& error) {
     fail("layer ", layer, ": ", error.what());
   }
+}
+
+/// "'silu', 'relu' or 'hardswish'"
+inline std::string quoted(std::span<const char* const> names) {
+  std::string text;
+  for (const char* const& name : names) {
+    if (!text.empty()) text += &name == &names.back() ? " or " : ", ";
+    text.append("'").append(name).append("'");
+  }
+  return text;
 }
 
 /// Where it is, and that there is something where sizes say so.

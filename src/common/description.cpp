@@ -100,9 +100,10 @@ bool fits(const char* shape, const TensorView& t, Sizes& sizes) {
 struct Name {
   const GivenTensor& given;
 };
-std::ostream& operator<<(std::ostream& out, Name name) {
-  return out << (name.given.gradient ? "d" : "") << name.given.rule->name;
+std::string name_of(const GivenTensor& given) {
+  return std::string(given.gradient ? "d" : "") + given.rule->name;
 }
+std::ostream& operator<<(std::ostream& out, Name name) { return out << name_of(name.given); }
 
 const GivenTensor* find(std::span<const GivenTensor> given, std::string_view name) {
   for (const GivenTensor& each : given) {
@@ -237,7 +238,7 @@ template <typename Which>
 std::string listed_names(std::span<const GivenTensor> given, const Which& which) {
   std::vector<std::string> names;
   for (const GivenTensor& each : given) {
-    if (which(each)) names.push_back(std::string(each.gradient ? "d" : "") + each.rule->name);
+    if (which(each)) names.push_back(name_of(each));
   }
   return listed(names);
 }
@@ -290,13 +291,10 @@ Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> giv
 }
 
 void check_choice(const ChoiceRule& choice, std::string_view word) {
-  std::string names;
   for (const char* value : choice.values) {
     if (word == value) return;
-    if (!names.empty()) names += value == choice.values.back() ? " or " : ", ";
-    names.append("'").append(value).append("'");
   }
-  fail(choice.name, ": expected ", names, ", got '", word, "'");
+  fail(choice.name, ": expected ", quoted(choice.values), ", got '", word, "'");
 }
 
 TensorView foreseen(const TensorRule& rule, const Sizes& sizes, DType data, DType weight,
@@ -326,7 +324,7 @@ void check_memory(std::span<const GivenTensor> given) {
   names.reserve(given.size());
   std::vector<Argument> outputs, inputs;
   for (const GivenTensor& each : given) {
-    names.push_back(std::string(each.gradient ? "d" : "") + each.rule->name);
+    names.push_back(name_of(each));
     (each.written ? outputs : inputs).push_back({names.back().c_str(), *each.view});
   }
   check_outputs(outputs, inputs);
