@@ -255,7 +255,8 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
       if (i + 1 < layers) saved.push_back(y);
     } else {
       if (i < 2) scratch[i] = new_dense(x, dtype, {m * widest[i]});
-      views[i].y = matrix_at(view_of("y", scratch[i % 2]), 0, m, n);
+      const TensorView memory = view_of("y", scratch[i % 2]);
+      views[i].y = {memory.data, memory.dtype, memory.device, {m, n}};
     }
     if (save && is_kept(call, i, layers)) {
       const bool last = i + 1 == layers;

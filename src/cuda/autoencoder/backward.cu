@@ -61,19 +61,16 @@ __device__ __forceinline__ void put(float* tile, int columns, const Block (&bloc
 }
 
 /// c[j] += a^T b over eight rows, for 16 columns of a and 8 * kTiles of b, which is rounded already
-/// where it is to be. Terms of one result are
-/// kept apart, as each waits for the one before it.
+/// where it is to be. Terms of one result are kept apart, as each waits for the one before it.
 template <bool kExact, int kTiles>
 __device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float (&a)[4],
                                               const float (&b)[kTiles][2]) {
   unsigned a_high[4], b_high[kTiles][2];
+  float parts[kTiles][4] = {};
   if constexpr (kExact) {
     unsigned a_low[4], b_low[kTiles][2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a_high[i] = __float_as_uint(a[i]);
-      a_low[i] = dropped(a[i]);
-    }
+    for (int i = 0; i < 4; ++i) split(a[i], a_high[i], a_low[i]);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       split(b[j][0], b_high[j][0], b_low[j][0]);
@@ -81,13 +78,13 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float
     }
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      mma_tf32(c[j][0], c[j][1], c[j][2], c[j][3], a_low[0], a_low[1], a_low[2], a_low[3],
-               b_high[j][0], b_high[j][1]);
+      mma_tf32(parts[j][0], parts[j][1], parts[j][2], parts[j][3], a_low[0], a_low[1], a_low[2],
+               a_low[3], b_high[j][0], b_high[j][1]);
     }
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      mma_tf32(c[j][0], c[j][1], c[j][2], c[j][3], a_high[0], a_high[1], a_high[2], a_high[3],
-               b_low[j][0], b_low[j][1]);
+      mma_tf32(parts[j][0], parts[j][1], parts[j][2], parts[j][3], a_high[0], a_high[1], a_high[2],
+               a_high[3], b_low[j][0], b_low[j][1]);
     }
   } else {
 #pragma unroll
@@ -100,8 +97,16 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float
   }
 #pragma unroll
   for (int j = 0; j < kTiles; ++j) {
-    mma_tf32(c[j][0], c[j][1], c[j][2], c[j][3], a_high[0], a_high[1], a_high[2], a_high[3],
+    float (&sum)[4] = kExact ? parts[j] : c[j];
+    mma_tf32(sum[0], sum[1], sum[2], sum[3], a_high[0], a_high[1], a_high[2], a_high[3],
              b_high[j][0], b_high[j][1]);
+  }
+  if constexpr (kExact) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[j][i] += parts[j][i];
+    }
   }
 }
 

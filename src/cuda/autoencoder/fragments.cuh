@@ -87,12 +87,8 @@ __device__ __forceinline__ unsigned round_to_tf32(float value) {
   return __float_as_uint(fmaf(value, kCutLoss, value));
 }
 
-/// What the tensor cores drop of value.
-__device__ __forceinline__ unsigned dropped(float value) {
-  return __float_as_uint(value - __uint_as_float(__float_as_uint(value) & kTf32Mask));
-}
-
-/// value = high + low, high rounded to nearest; finite values only.
+/// value = high + low, high rounded to nearest; low is NaN where value is infinite or NaN. Were
+/// high cut instead, low would have value's sign, and so would what the tensor cores drop of low.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
   high = (__float_as_uint(value) + kTf32Half) & kTf32Mask;
   low = __float_as_uint(value - __uint_as_float(high));
@@ -107,9 +103,9 @@ __device__ __forceinline__ float inverse_norm(float squares) {
 // How a product of a block and packed weights is done. A term is one instruction; terms of several
 // results are interleaved by who calls, because each waits for the one before it in its result.
 
-/// Both halves of a float32 as TF32, three products for one: as accurate as float32 units. The left
-/// operand is cut, the right one rounded: the product of the two rests, which is left out, has then
-/// no sign of its own.
+/// A float32 as the sum of two TF32, three products for one: as accurate as float32 units. The
+/// tensor cores cut every sum to 24 bits, errors that all have the sum's sign. So the sum of an
+/// input block begins at zero, and float32 units, which round to nearest, add it to the result.
 struct ExactProducts {
   using Weight = float;
   static constexpr int kTerms = 6;
@@ -127,8 +123,7 @@ struct ExactProducts {
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        o.high[r][i] = __float_as_uint(b.v[r][i]);
-        o.low[r][i] = dropped(b.v[r][i]);
+        split(b.v[r][i], o.high[r][i], o.low[r][i]);
       }
     }
     return o;

@@ -169,6 +169,9 @@ bool done_without_rows(const Context& context, const AutoencoderBackward& call) 
 
 /// The arguments of a call as with_dense will hand them over, as far as shapes and addresses tell.
 /// Scratch memory is aligned to 256 bytes.
+std::int64_t row_of(const TensorView& t) {
+  return t.rank == 3 ? t.sizes[1] * t.sizes[2] : t.rank == 2 ? t.sizes[1] : 1;
+}
 template <typename Pointer>
 void foresee(Pointer& data, const TensorView& t, bool rows_suffice = false) {
   if (!is_taken(t, rows_suffice)) data = reinterpret_cast<void*>(std::uintptr_t{256});

@@ -84,20 +84,31 @@ __device__ __forceinline__ void multiply_16(float (&c)[kTiles][4],
   if constexpr (P::kExact) {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      unsigned low[4], high[kTiles][2], rest[kTiles][2];
+      unsigned left_high[4], left_low[4], high[kTiles][2], low[kTiles][2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) low[i] = dropped(__uint_as_float(left.v[s][i]));
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        split(s == 0 ? w[j].x : w[j].z, high[j][0], rest[j][0]);
-        split(s == 0 ? w[j].y : w[j].w, high[j][1], rest[j][1]);
+      for (int i = 0; i < 4; ++i) {
+        split(__uint_as_float(left.v[s][i]), left_high[i], left_low[i]);
       }
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) multiply_tile(T{}, c[j], low, high[j][0], high[j][1]);
+      for (int j = 0; j < kTiles; ++j) {
+        split(s == 0 ? w[j].x : w[j].z, high[j][0], low[j][0]);
+        split(s == 0 ? w[j].y : w[j].w, high[j][1], low[j][1]);
+      }
+      float parts[kTiles][4] = {};
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) multiply_tile(T{}, c[j], left.v[s], rest[j][0], rest[j][1]);
+      for (int j = 0; j < kTiles; ++j)
+        multiply_tile(T{}, parts[j], left_low, high[j][0], high[j][1]);
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) multiply_tile(T{}, c[j], left.v[s], high[j][0], high[j][1]);
+      for (int j = 0; j < kTiles; ++j)
+        multiply_tile(T{}, parts[j], left_high, low[j][0], low[j][1]);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+        multiply_tile(T{}, parts[j], left_high, high[j][0], high[j][1]);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[j][i] += parts[j][i];
+      }
     }
   } else {
 #pragma unroll
@@ -183,8 +194,11 @@ __device__ __forceinline__ void add_rows(float (&c)[kLefts][kTiles][4],
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          left[s][k] = P::kExact ? __float_as_uint(av[k]) : round_to_tf32(av[k]);
-          low[s][k] = dropped(av[k]);
+          if constexpr (P::kExact) {
+            split(av[k], left[s][k], low[s][k]);
+          } else {
+            left[s][k] = round_to_tf32(av[k]);
+          }
         }
       }
       // Two tiles at a time: more would not fit in the registers.

@@ -68,13 +68,26 @@ __device__ __forceinline__ void multiply_block(Block (&results)[kResults], int r
       right[i][0] = P::right(weights.load(at));
       right[i][1] = P::right(weights.load(at + 32 * matrix_inputs));
     }
+    Block parts[kTogether];
+    if constexpr (P::kExact) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) parts[i].fill(0.f);
+    }
 #pragma unroll
     for (int term = 0; term < P::kTerms; ++term) {
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         if (j + i >= result_count) break;
-        P::term(term, results[j + i], 0, left, right[i][0]);
-        P::term(term, results[j + i], 1, left, right[i][1]);
+        Block& sum = P::kExact ? parts[i] : results[j + i];
+        P::term(term, sum, 0, left, right[i][0]);
+        P::term(term, sum, 1, left, right[i][1]);
+      }
+    }
+    if constexpr (P::kExact) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (j + i >= result_count) break;
+        results[j + i].add(parts[i]);
       }
     }
   }
