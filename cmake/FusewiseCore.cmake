@@ -72,6 +72,7 @@ if(FUSEWISE_WITH_CUDA)
     src/cuda/autoencoder/few_rows.cu
     src/cuda/autoencoder/forward.cu
     src/cuda/autoencoder/general.cu
+    src/cuda/autoencoder/norm_linear.cu
     src/cuda/autoencoder/gradients.cu
     src/cuda/autoencoder/implementations.cpp
     src/cuda/autoencoder/many_rows.cu

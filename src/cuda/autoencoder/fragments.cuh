@@ -215,6 +215,24 @@ struct HalfProducts {
   }
 };
 
+/// Where output n, input k of a packed matrix lies: lanes read four inputs of an output at a time,
+/// and outputs are so dealt out to instructions that a lane gets neighbouring columns.
+__device__ __forceinline__ int register_position(int n, int k, int input_blocks) {
+  const int r = n & 15, tile = 2 * (n >> 4) + ((r >> 1) & 1), g = 2 * (r >> 2) + (r & 1);
+  return 4 * ((tile * input_blocks + (k >> 4)) * 32 + 4 * g + ((k & 15) >> 2)) + (k & 3);
+}
+
+/// A weight as tensor cores get it; TF32 is rounded, and makes up for the cut of what it is
+/// multiplied by.
+template <typename E>
+__device__ __forceinline__ E packed_value(float value, bool tf32) {
+  if constexpr (sizeof(E) == 4) {
+    return tf32 ? nearest_tf32(fmaf(value, kCutLoss, value)) : value;
+  } else {
+    return from_accumulator<E>(value);
+  }
+}
+
 // ---- rows in memory
 
 /// Four neighbouring values as they lie in memory. They are turned into floats by who uses them, so

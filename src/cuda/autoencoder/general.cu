@@ -12,6 +12,7 @@
 #include "cuda/autoencoder/finish.cuh"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/kernels.h"
+#include "cuda/autoencoder/norm_linear.cuh"
 #include "cuda/gemm/product.h"
 #include "cuda/launch.cuh"
 #include "cuda/linear_act/passes.cuh"
@@ -21,6 +22,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostRowBytes = std::int64_t{128} << 20;  // of the rows taken together
+constexpr int kMostFusedSlices = 256;    // more, and their products of parameters take long
 constexpr std::int64_t kRowsApart = 16;  // chunks begin at multiples, so that they stay aligned
 
 // ---- kernels of the rows
@@ -145,43 +147,90 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- kernels of the parameters
 
+/// Blocks of 16 where matrices are packed.
+__host__ __device__ constexpr int padded(int size, bool packed) {
+  return packed ? (size + 15) / 16 * 16 : size;
+}
+
 /// What the products take. Beside halves some are there twice: what is made of parameters alone,
 /// and the score, is rounded once.
 template <typename T, typename A>
 struct Prepared {
   T *encoder, *encoder_bias;  ///< [S, M], [S]: with LayerNorm's weight and bias
   A *mid, *mid_bias;          ///< [L, L], [L]: likewise
-  A* inverse_norm;            ///< [L], of the basis
-  A* unit;                    ///< [L, F S]: the basis, each vector of length one
-  A* decoder;                 ///< [M, S]
-  A *decode, *decode_bias;    ///< [L, F M], [F M]: unit times decoder
+  bool packed;                ///< both for norm_linear.cu, and `decode` is made with them
+  bool tf32;                  ///< packed matrices of float32 are rounded
+  T* encoder_transposed;      ///< only packed, and for backward
+  A* mid_transposed;
+  A* inverse_norm;          ///< [L], of the basis
+  A* unit;                  ///< [L, F S]: the basis, each vector of length one
+  A* decoder;               ///< [M, S]
+  A *decode, *decode_bias;  ///< [L, F M], [F M]: unit times decoder
   T *unit_of_rows, *decode_of_rows, *decode_bias_of_rows;
 };
 
-/// Row n of a Linear that takes in the LayerNorm before it.
-template <typename W, typename To>
-__device__ void fold_row(int n, int inputs, const void* weight, const void* bias,
-                         const void* norm_weight, const void* norm_bias, To* folded,
-                         To* folded_bias) {
-  using A = Accumulator<W>;
+/// A Linear and the LayerNorm before it, and where they go as one.
+template <typename To>
+struct Folded {
+  const void *weight, *bias, *norm_weight, *norm_bias;
+  int outputs, inputs;
+  To *to, *transposed, *to_bias;
+};
+
+/// Row n, which may be padding.
+template <typename W, typename T, typename A, typename To>
+__device__ void fold_row(const Folded<To>& f, int n, const Prepared<T, A>& prepared) {
+  const bool real = n < f.outputs;
   A sum[1] = {};
-  for (int k = threadIdx.x; k < inputs; k += blockDim.x) {
-    const long long at = static_cast<long long>(n) * inputs + k;
-    const A w = read<W>(weight, at);
-    folded[at] = from_accumulator<To>(w * read<W>(norm_weight, k));
-    sum[0] += w * read<W>(norm_bias, k);
+  for (int k = threadIdx.x; k < padded(f.inputs, prepared.packed); k += blockDim.x) {
+    const long long at = static_cast<long long>(n) * f.inputs + k;
+    const A w = real && k < f.inputs ? read<W>(f.weight, at) : A(0);
+    const A value = w != A(0) ? w * read<W>(f.norm_weight, k) : w;
+    if (real && k < f.inputs) sum[0] += w * read<W>(f.norm_bias, k);
+    if (!prepared.packed) {
+      f.to[at] = from_accumulator<To>(value);
+      continue;
+    }
+    if constexpr (!std::is_same_v<A, double>) {
+      const To weight = packed_value<To>(value, prepared.tf32);
+      f.to[register_position(n, k, (f.inputs + 15) / 16)] = weight;
+      if (f.transposed == nullptr) continue;
+      f.transposed[register_position(k, n, (f.outputs + 15) / 16)] = weight;
+    }
   }
   block_totals<kFinishThreads>(sum);
-  if (threadIdx.x == 0) folded_bias[n] = from_accumulator<To>(read<W>(bias, n) + sum[0]);
+  if (real && threadIdx.x == 0) f.to_bias[n] = from_accumulator<To>(read<W>(f.bias, n) + sum[0]);
 }
 
-/// A block for each vector of the basis and for each row of the other matrices. All but `decode`.
+/// Frame f of latent l of `decode`, by a warp for each mel. `inverse`: of the basis vector's norm.
+template <typename W, typename T, typename A>
+__device__ void fold_decoder(const AutoencoderTensors<const void*>& p, const AutoencoderSizes& s,
+                             int l, int f, A inverse, const Prepared<T, A>& to) {
+  const long long vector = static_cast<long long>(l) * s.frames + f;
+  for (int m = threadIdx.x / 32; m < s.n_mels; m += blockDim.x / 32) {
+    A sum = 0;
+    for (int k = threadIdx.x % 32; k < s.slice_latent; k += 32) {
+      sum += read<W>(p.basis, vector * s.slice_latent + k) * inverse *
+             read<W>(p.decoder_weight, static_cast<long long>(m) * s.slice_latent + k);
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 > 0) continue;
+    to.decode[vector * s.n_mels + m] = sum;
+    if constexpr (!std::is_same_v<T, A>) {
+      to.decode_of_rows[vector * s.n_mels + m] = from_accumulator<T>(sum);
+    }
+  }
+}
+
+/// A block for each frame of a basis vector, and for each row of the other matrices.
 template <typename W, typename T, typename A>
 __global__ void __launch_bounds__(kFinishThreads)
-    prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<T, A> to) {
+    prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<T, A> to,
+                   bool decodes) {
   int b = blockIdx.x;
-  if (b < s.latent) {
-    const long long width = static_cast<long long>(s.frames) * s.slice_latent, begin = b * width;
+  if (b < s.latent * s.frames) {
+    const int l = b / s.frames, f = b % s.frames;
+    const long long width = static_cast<long long>(s.frames) * s.slice_latent, begin = l * width;
     A squares[1] = {};
     for (long long k = threadIdx.x; k < width; k += blockDim.x) {
       const A value = read<W>(p.basis, begin + k);
@@ -191,25 +240,30 @@ __global__ void __launch_bounds__(kFinishThreads)
     const A norm = sqrt(squares[0]);
     // Not max, which would swallow NaN.
     const A inverse = norm < A(1e-12) ? A(1e12) : A(1) / norm;
-    if (threadIdx.x == 0) to.inverse_norm[b] = inverse;
-    for (long long k = threadIdx.x; k < width; k += blockDim.x) {
-      const A value = read<W>(p.basis, begin + k) * inverse;
-      to.unit[begin + k] = value;
-      if constexpr (!std::is_same_v<T, A>) to.unit_of_rows[begin + k] = from_accumulator<T>(value);
+    if (threadIdx.x == 0) to.inverse_norm[l] = inverse;
+    for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
+      const long long at = begin + static_cast<long long>(f) * s.slice_latent + k;
+      const A value = read<W>(p.basis, at) * inverse;
+      to.unit[at] = value;
+      if constexpr (!std::is_same_v<T, A>) to.unit_of_rows[at] = from_accumulator<T>(value);
     }
+    if (to.packed && decodes) fold_decoder<W>(p, s, l, f, inverse, to);
     return;
   }
-  b -= s.latent;
-  if (b < s.latent) {
-    return fold_row<W>(b, s.latent, p.mid_weight, p.mid_bias, p.mid_norm_weight, p.mid_norm_bias,
-                       to.mid, to.mid_bias);
+  b -= s.latent * s.frames;
+  if (b < padded(s.latent, to.packed)) {
+    const Folded<A> mid{p.mid_weight, p.mid_bias, p.mid_norm_weight, p.mid_norm_bias, s.latent,
+                        s.latent,     to.mid,     to.mid_transposed, to.mid_bias};
+    return fold_row<W>(mid, b, to);
   }
-  b -= s.latent;
-  if (b < s.slice_latent) {
-    return fold_row<W>(b, s.n_mels, p.encoder_weight, p.encoder_bias, p.norm_weight, p.norm_bias,
-                       to.encoder, to.encoder_bias);
+  b -= padded(s.latent, to.packed);
+  if (b < padded(s.slice_latent, to.packed)) {
+    const Folded<T> encoder{p.encoder_weight, p.encoder_bias,        p.norm_weight,
+                            p.norm_bias,      s.slice_latent,        s.n_mels,
+                            to.encoder,       to.encoder_transposed, to.encoder_bias};
+    return fold_row<W>(encoder, b, to);
   }
-  b -= s.slice_latent;
+  b -= padded(s.slice_latent, to.packed);
   for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
     const long long at = static_cast<long long>(b) * s.slice_latent + k;
     to.decoder[at] = read<W>(p.decoder_weight, at);
@@ -351,17 +405,20 @@ class Walk {
         hidden_(std::int64_t{s_.frames} * s_.slice_latent),
         // Halves have no more bits than TF32.
         tf32_(call.tf32 || sizeof(T) == 2),
+        fused_(!std::is_same_v<T, double> && s_.n_mels <= kMostNormColumns &&
+               s_.latent <= kMostNormColumns && s_.slice_latent <= kMostFusedSlices),
+        scores_(scores(call)),
         chunks_(divide_up(s_.rows * row_bytes(call), kMostRowBytes)),
         chunk_(divide_up(divide_up(s_.rows, chunks_), kRowsApart) * kRowsApart),
         memory_(context, lay_out(call, nullptr)) {
     lay_out(call, memory_.data());
     dispatch_parameters<A>(call.parameter_dtype, [&]<typename W>(W) {
-      launch_kernel(
-          {context_, 2 * std::int64_t{s_.latent} + s_.slice_latent + s_.n_mels, kFinishThreads},
-          "preparing the autoencoder's weights", prepare_kernel<W, T, A>, call.parameters, s_,
-          prepared_);
+      const std::int64_t blocks =
+          vectors() + padded(s_.latent, fused_) + padded(s_.slice_latent, fused_) + s_.n_mels;
+      launch_kernel({context_, blocks, kFinishThreads}, "preparing the autoencoder's weights",
+                    prepare_kernel<W, T, A>, call.parameters, s_, prepared_, decodes(call));
     });
-    if (!decodes(call)) return;
+    if (!decodes(call) || fused_) return;
     multiply(vectors(), s_.n_mels, s_.slice_latent, as_is(prepared_.unit, s_.slice_latent),
              transposed(prepared_.decoder, s_.slice_latent), prepared_.decode, kExact);
     convert(prepared_.decode, prepared_.decode_of_rows, s_.latent * width_);
@@ -430,9 +487,15 @@ class Walk {
 
     // The memory of the latent gets the projection's gradient.
     T* d_projection = z_of_rows_;
-    multiply(rows, l, l, as_is(dz_, l), as_is(prepared_.mid, l), projection_);
-    normalise_backward(projection_, mid_normal_, mid_inverse_, rows, s_.latent, d_projection,
-                       false);
+    if (fused_) {
+      norm_linear_backward(context_, mid_products(),
+                           {rows, 1, s_.latent, s_.latent, dz_, prepared_.mid_transposed,
+                            mid_normal_, exact(mid_inverse_), d_projection, false});
+    } else {
+      multiply(rows, l, l, as_is(dz_, l), as_is(prepared_.mid, l), projection_);
+      normalise_backward(projection_, mid_normal_, mid_inverse_, rows, s_.latent, d_projection,
+                         false);
+    }
     if (wanted.project) {
       multiply(l, hidden_, rows, transposed(d_projection, l), as_is(slices_, hidden_), sums_.unit,
                {.add = add});
@@ -449,8 +512,14 @@ class Walk {
       gelu_backward(slices_, before_, rows, hidden_, nullptr);
     }
     if (dx == nullptr) return;
+    if (fused_) {
+      return norm_linear_backward(
+          context_, products(),
+          {rows, s_.frames, s_.n_mels, s_.slice_latent, slices_, prepared_.encoder_transposed,
+           normal_, exact(inverse_), dx, scores_});
+    }
     multiply(frames, m, h, as_is(slices_, h), as_is(prepared_.encoder, m), y_);
-    normalise_backward(y_, normal_, inverse_, frames, s_.n_mels, dx, call.d_score != nullptr);
+    normalise_backward(y_, normal_, inverse_, frames, s_.n_mels, dx, scores_);
   }
 
   /// Behind the last chunk.
@@ -507,9 +576,17 @@ class Walk {
   std::int64_t lay_out(const Call& call, char* memory) {
     Pieces pieces(memory);
     const std::int64_t m = s_.n_mels, l = s_.latent, h = s_.slice_latent;
-    prepared_.encoder = pieces.take<T>(h * m);
+    const std::int64_t encoder = fused_ ? packed_weights(h, m) : h * m;
+    const std::int64_t mid = fused_ ? packed_weights(l, l) : l * l;
+    prepared_.packed = fused_;
+    prepared_.tf32 = tf32_;
+    prepared_.encoder = pieces.take<T>(encoder);
+    prepared_.mid = pieces.take<A>(mid);
+    if (fused_ && kBackward<Call>) {
+      prepared_.encoder_transposed = pieces.take<T>(encoder);
+      prepared_.mid_transposed = pieces.take<A>(mid);
+    }
     prepared_.encoder_bias = pieces.take<T>(h);
-    prepared_.mid = pieces.take<A>(l * l);
     prepared_.mid_bias = pieces.take<A>(l);
     prepared_.inverse_norm = pieces.take<A>(l);
     prepared_.unit = pieces.take<A>(l * hidden_);
@@ -557,9 +634,34 @@ class Walk {
 
   std::int64_t vectors() const { return std::int64_t{s_.latent} * s_.frames; }
 
-  /// slices_.
+  /// How norm_linear.cu multiplies what has x's type, and what the bottleneck has.
+  NormProducts products() const { return {kDType<T>, kDType<T>, tf32_}; }
+  NormProducts mid_products() const { return {DType::f32, kDType<T>, tf32_}; }
+  /// Of float32, which is all that norm_linear.cu takes.
+  static float* exact(A* values) {
+    if constexpr (std::is_same_v<A, float>) return values;
+    return nullptr;
+  }
+
+  /// slices_, and for backward what they were made of.
   void encode(const T* x, std::int64_t x_stride, std::int64_t rows) {
     const std::int64_t m = s_.n_mels, h = s_.slice_latent, frames = rows * s_.frames;
+    if (fused_) {
+      const bool keeps = slices_ != before_;
+      return norm_linear(context_, products(),
+                         {.rows = rows,
+                          .frames = s_.frames,
+                          .inputs = s_.n_mels,
+                          .outputs = s_.slice_latent,
+                          .in = x,
+                          .in_stride = x_stride,
+                          .weights = prepared_.encoder,
+                          .bias = prepared_.encoder_bias,
+                          .normal = keeps ? normal_ : nullptr,
+                          .inverse = keeps ? exact(inverse_) : nullptr,
+                          .before = keeps ? before_ : nullptr,
+                          .after = slices_});
+    }
     normalise(x, x_stride, s_.frames, frames, s_.n_mels, normal_, inverse_);
     multiply(frames, h, m, as_is(normal_, m), transposed(prepared_.encoder, m), before_, {},
              prepared_.encoder_bias);
@@ -574,6 +676,24 @@ class Walk {
 
   void make_latent(const A* projection, T* z, std::int64_t rows) {
     const std::int64_t l = s_.latent;
+    if (fused_) {
+      const bool keeps = slices_ != before_;
+      return norm_linear(context_, mid_products(),
+                         {.rows = rows,
+                          .frames = 1,
+                          .inputs = s_.latent,
+                          .outputs = s_.latent,
+                          .in = projection,
+                          .in_stride = l,
+                          .weights = prepared_.mid,
+                          .bias = prepared_.mid_bias,
+                          .normal = keeps ? mid_normal_ : nullptr,
+                          .inverse = keeps ? exact(mid_inverse_) : nullptr,
+                          .before = keeps ? mid_before_ : nullptr,
+                          .after = z,
+                          .exact_after = kTwice && scores_ ? exact(dz_) : nullptr,
+                          .infinite = true});
+    }
     normalise(projection, l, 1, rows, s_.latent, mid_normal_, mid_inverse_);
     multiply(rows, l, l, as_is(mid_normal_, l), transposed(prepared_.mid, l), mid_before_, {},
              prepared_.mid_bias);
@@ -681,6 +801,8 @@ class Walk {
   AutoencoderSizes s_;
   std::int64_t width_, hidden_;
   bool tf32_;
+  bool fused_;  ///< LayerNorm and the Linear behind it in one kernel
+  bool scores_;
   std::int64_t chunks_, chunk_;
   Prepared<T, A> prepared_{};
   Sums<A> sums_{};

@@ -60,11 +60,9 @@ template <typename E>
 __device__ __forceinline__ int position(PackedOrder order, int n, int k, int input_blocks,
                                         Side side) {
   if (order == PackedOrder::groups) return group_position<E>(n, k, 16 * input_blocks, side);
+  if (order == PackedOrder::registers) return register_position(n, k, input_blocks);
   int tile, g, t = (k & 15) >> 2, i = k & 3;
-  if (order == PackedOrder::registers) {
-    const int r = n & 15;
-    tile = 2 * (n >> 4) + ((r >> 1) & 1), g = 2 * (r >> 2) + (r & 1);
-  } else if (sizeof(E) == 4) {
+  if (sizeof(E) == 4) {
     // Results as operands.cuh has them.
     tile = n >> 5 << 2 | (n >> 2 & 3), g = n >> 2 & 4 | (n & 3);
     if (side != Side::bottleneck) t = k & 3, i = (k & 15) >> 2;
@@ -73,16 +71,6 @@ __device__ __forceinline__ int position(PackedOrder order, int n, int k, int inp
     if (side != Side::bottleneck) t = (k & 7) >> 1, i = (k & 8) >> 2 | (k & 1);
   }
   return 4 * ((tile * input_blocks + (k >> 4)) * 32 + 4 * g + t) + i;
-}
-
-template <typename E, bool kRound>
-__device__ __forceinline__ E packed_value(float value) {
-  if constexpr (kRound) {
-    // What it is multiplied by will be cut.
-    return nearest_tf32(fmaf(value, kCutLoss, value));
-  } else {
-    return from_accumulator<E>(value);
-  }
 }
 
 /// One row of a Linear behind a LayerNorm: weights times the norm's, bias plus weights times its
@@ -107,7 +95,7 @@ __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inpu
     }
     p.weights[4 * at + position<E>(p.order, n, of_frames ? p.layout.mel(k) : k, input_blocks,
                                    of_frames ? Side::mel_inputs : Side::bottleneck)] =
-        packed_value<E, kRound>(value);
+        packed_value<E>(value, kRound);
   }
   block_totals<kThreads>(sums);
   if (threadIdx.x == 0) packed_bias[n] = (n < outputs ? p.read(bias, n) : 0.f) + sums[0];
@@ -117,7 +105,7 @@ __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inpu
     const float value = n < outputs && k < inputs ? folded(k) - mean : 0.f;
     p.weights[4 * transposed_at + position<E>(p.order, k, n, output_blocks,
                                               of_frames ? Side::mel_outputs : Side::bottleneck)] =
-        packed_value<E, kRound>(value);
+        packed_value<E>(value, kRound);
   }
 }
 
@@ -163,7 +151,7 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
     }
     sum = warp_sum(sum, kDotLanes) * inverse;
     if (i >= count || lane != 0) continue;
-    const E e = packed_value<E, kRound>(real ? sum : 0.f);
+    const E e = packed_value<E>(real ? sum : 0.f, kRound);
     p.weights[4 * (y.decode + f * y.decode_step) +
               position<E>(p.order, y.mel(m), l, y.latents, Side::mel_outputs)] = e;
     if (p.backward) {
@@ -177,7 +165,7 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
        i += p.parts * kThreads) {
     const int f = i / padded_slices, s = i - f * padded_slices;
     const float value = s < p.slice_latent ? row[f * p.slice_latent + s] * inverse : 0.f;
-    const E e = packed_value<E, kRound>(value);
+    const E e = packed_value<E>(value, kRound);
     p.weights[4 * (y.project + f * y.project_step) +
               position<E>(p.order, l, s, y.slices, Side::other)] = e;
     if (p.backward) {
