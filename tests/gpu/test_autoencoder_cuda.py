@@ -218,6 +218,32 @@ def test_other_frames_of_the_default_model(frames, dtypes):
                 case.check()
 
 
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (2000, {"n_mels": 7, "frames": 2, "latent": 48, "slice_latent": 2}),
+        (300, {"n_mels": 128, "frames": 1, "latent": 48, "slice_latent": 32}),
+        (700, DEFAULT),
+        (5000, DEFAULT),
+        (65536, DEFAULT),
+    ],
+)
+def test_float32_errors_of_tensor_cores(rows, sizes):
+    """Tensor cores cut every sum. Chains of such sums, and halves of values that have a sign, made
+    errors several times torch's."""
+    squares = {}
+    for _ in range(4):
+        case = make_case(rows, sizes, "cuda")
+        for name, value in gradients(autoencoder, case).items():
+            eager_value, right = case.expected()[name][:2]
+            both = [(v.double() - right).square().mean() for v in (value, eager_value)]
+            squares[name] = squares.get(name, 0) + torch.stack(both)
+    for name, (ours, torchs) in squares.items():
+        assert ours.sqrt() < 2 * torchs.sqrt(), (
+            f"{name}: {ours.sqrt():.3g}, torch's {torchs.sqrt():.3g}"
+        )
+
+
 WIDE = {"n_mels": 128, "frames": 8, "latent": 64, "slice_latent": 128}
 HUGE = {"n_mels": 250, "frames": 3, "latent": 77, "slice_latent": 190}
 
