@@ -1,4 +1,4 @@
-// Which of cuBLASLt's epilogues fuse, and which win: the table behind docs/linear.md.
+// Which of cuBLASLt's epilogues fuse, and which win: the tables of docs/journal/linear.md.
 //
 //   nvcc -std=c++20 -O2 lab/linear_epilogues.cpp -lcublasLt -o build/lab/linear_epilogues
 //

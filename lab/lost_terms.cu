@@ -1,4 +1,4 @@
-// Which of cuBLASLt's algorithms lose terms of a sum, and when: docs/linear.md.
+// Which of cuBLASLt's algorithms lose terms of a sum, and when: docs/journal/linear.md.
 //
 //   nvcc -std=c++20 -O2 -arch=sm_90 lab/lost_terms.cu -lcublasLt -o build/lab/lost_terms
 //

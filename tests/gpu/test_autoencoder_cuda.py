@@ -19,6 +19,7 @@ from autoencoder_reference import (
     OUTPUTS,
     SMALL,
     autoencoder,
+    check_together,
     eager,
     gradients,
     make_case,
@@ -187,10 +188,10 @@ def test_where_another_kernel_takes_over(kind):
             # Up to a tile of 128 rows for each; with one row more, one of them has two.
             many = 80 * count < rows <= 128 * count
             backward = "wgmma" if many and kind != "fp32" else "block16"
-            case = make_case(rows, DEFAULT, "cuda", dtypes)
+            cases = [make_case(rows, DEFAULT, "cuda", dtypes) for _ in range(4)]
             if HOPPER:
-                assert chosen(case) == (forward, backward), rows
-            case.check()
+                assert chosen(cases[0]) == (forward, backward), rows
+            check_together(*cases)
 
 
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
@@ -215,6 +216,32 @@ def test_other_frames_of_the_default_model(frames, dtypes):
         for forward in ("many_rows", "block16"):
             with forced(case, forward, "warps"):
                 case.check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (2000, {"n_mels": 7, "frames": 2, "latent": 48, "slice_latent": 2}),
+        (300, {"n_mels": 128, "frames": 1, "latent": 48, "slice_latent": 32}),
+        (700, DEFAULT),
+        (5000, DEFAULT),
+        (65536, DEFAULT),
+    ],
+)
+def test_float32_errors_of_tensor_cores(rows, sizes):
+    """Tensor cores cut every sum. Chains of such sums, and halves of values that have a sign, made
+    errors several times torch's."""
+    squares = {}
+    for _ in range(4):
+        case = make_case(rows, sizes, "cuda")
+        for name, value in gradients(autoencoder, case).items():
+            eager_value, right = case.expected()[name][:2]
+            both = [(v.double() - right).square().mean() for v in (value, eager_value)]
+            squares[name] = squares.get(name, 0) + torch.stack(both)
+    for name, (ours, torchs) in squares.items():
+        assert ours.sqrt() < 2 * torchs.sqrt(), (
+            f"{name}: {ours.sqrt():.3g}, torch's {torchs.sqrt():.3g}"
+        )
 
 
 WIDE = {"n_mels": 128, "frames": 8, "latent": 64, "slice_latent": 128}

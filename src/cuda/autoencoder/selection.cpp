@@ -1,6 +1,6 @@
 // Which kernel takes which call: both lists in the order in which they are tried, what each kernel
 // needs, and when another one is expected to be faster. All times are of an H200
-// (docs/autoencoder.md); on another GPU it matters how they compare, not how long they are.
+// (docs/journal/autoencoder.md); on another GPU it matters how they compare, not how long they are.
 
 #include "cuda/autoencoder/selection.h"
 
