@@ -1,4 +1,4 @@
-// All gradients of the autoencoder: 'warps' for the default sizes, 'padded' for others. Forward
+// All gradients of the autoencoder of default sizes, 'warps'. Forward
 // recomputed, then back through it, 16 rows a warp, with the sums over rows made from a tile in
 // shared memory. x crosses memory once, and comes once more from L2 for the score and where no
 // projection was kept; the incoming gradient and dx once. Bound by latencies.
@@ -22,9 +22,8 @@ struct Arguments {
   const void* packed;
   float* sums;
   long long rows, x_stride;
-  int n_mels, frames, latent;
+  int frames;
   PackedLayout layout;
-  TileLayout tile;
   SumsLayout at;
   WantedSums wanted;
   int decode_groups;  // of a frame's decoder that are needed: the score needs both directions
@@ -226,56 +225,45 @@ __device__ __forceinline__ void store_held(int a_blocks, int b_blocks, float* su
   }
 }
 
-/// The packed weights of a block. Staged: what all frames share lies in shared memory, and what is
-/// a frame's own comes in turns into two buffers, one step ahead. Else all is read through L1.
-template <typename P, bool kStaged>
+/// The packed weights of a block. What all frames share lies in shared memory, and what is a
+/// frame's own comes in turns into two buffers, one step ahead.
+template <typename P>
 class WeightStream {
  public:
-  using Source = Weights<P, kStaged>;
+  using Source = Weights<P, true>;
   using Group = typename Source::Group;
 
   __device__ __forceinline__ WeightStream(const Arguments& a, unsigned char* shared)
       : packed_(static_cast<const Group*>(a.packed)), room_(a.room) {
     const PackedLayout& y = a.layout;
-    if constexpr (kStaged) {
-      Group* groups = reinterpret_cast<Group*>(shared);
-      float* floats = reinterpret_cast<float*>(groups + y.resident + 2 * room_);
-      copy(groups, packed_, y.resident);
-      copy(floats, reinterpret_cast<const float*>(packed_ + y.groups), y.floats);
-      resident_ = {groups, floats};
-      buffers_ = groups + y.resident;
-    } else {
-      resident_ = {packed_, reinterpret_cast<const float*>(packed_ + y.groups)};
-    }
+    Group* groups = reinterpret_cast<Group*>(shared);
+    float* floats = reinterpret_cast<float*>(groups + y.resident + 2 * room_);
+    copy(groups, packed_, y.resident);
+    copy(floats, reinterpret_cast<const float*>(packed_ + y.groups), y.floats);
+    resident_ = {groups, floats};
+    buffers_ = groups + y.resident;
   }
 
   __device__ __forceinline__ const Source& resident() const { return resident_; }
 
   /// Sends for a frame's weights, to be used in the next step.
   __device__ __forceinline__ void fetch(int begin, int count) {
-    if constexpr (kStaged) copy(buffers_ + (1 - turn_) * room_, packed_ + begin, count);
+    copy(buffers_ + (1 - turn_) * room_, packed_ + begin, count);
   }
   /// By the whole block: what was sent for is there.
   __device__ __forceinline__ void wait() {
-    if constexpr (kStaged) {
-      wait_for_copies();
-      __syncthreads();
-    }
+    wait_for_copies();
+    __syncthreads();
   }
   /// The same, and what was used before is not needed.
   __device__ __forceinline__ void advance() {
     wait();
     turn_ = 1 - turn_;
   }
-  /// The weights sent for before; those that lie at `begin` in the packed ones come first.
+  /// The weights sent for before.
   __device__ __forceinline__ Source current() const {
-    if constexpr (kStaged) {
-      return {buffers_ + turn_ * room_, resident_.floats};
-    } else {
-      return resident_;
-    }
+    return {buffers_ + turn_ * room_, resident_.floats};
   }
-  __device__ __forceinline__ int place(int begin) const { return kStaged ? 0 : begin; }
 
  private:
   template <typename Element>
@@ -292,31 +280,25 @@ class WeightStream {
   int room_, turn_ = 0;
 };
 
-template <typename T, typename P, typename Shape>
+template <typename T, typename P>
 __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
     backward_kernel(const __grid_constant__ Arguments a) {
-  // Unpadded sizes and the staging of weights come together: both are for the default model.
-  constexpr bool kStaged = Shape::kWhole;
+  constexpr int kMels = DefaultShape::kMels, kLatents = DefaultShape::kLatents;
+  constexpr int kSlices = DefaultShape::kSlices, kColumns = 16 * kMels, kLatent = 16 * kLatents;
+  constexpr TileLayout at = tile_layout(kMels, kLatents, kSlices);
   extern __shared__ __align__(16) unsigned char shared[];
   float* tile = reinterpret_cast<float*>(shared);
   const PackedLayout& y = a.layout;
   const int warp = warp_index(), warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  const int mels = Shape::kWhole ? Shape::kMels : y.mels;
-  const int latents = Shape::kWhole ? Shape::kLatents : y.latents;
-  const int n_mels = Shape::kWhole ? 16 * Shape::kMels : a.n_mels;
-  const int latent = Shape::kWhole ? 16 * Shape::kLatents : a.latent;
-  const int slices = Shape::kWhole ? Shape::kSlices : y.slices;
-  const TileLayout at = Shape::kWhole ? tile_layout(mels, latents, slices) : a.tile;
   const int columns = at.columns, tile_rows = 16 * warps;
-  constexpr int kChunk = Shape::kBackwardChunk, kTiles = Shape::kWhole ? 4 : 2;
-  constexpr int kAtOnce = 2;
+  constexpr int kChunk = kSlices, kTiles = 4, kAtOnce = 2;
   const bool reconstructs = a.d_out != nullptr || a.d_score != nullptr;
   const int decode_groups = a.decode_groups;
   const bool to_encoder = a.dx != nullptr || a.wanted.encode || a.wanted.project;
 
   wait_for_previous_kernel();
   allow_next_kernel();
-  WeightStream<P, kStaged> stream(a, shared + sizeof(float) * tile_rows * columns);
+  WeightStream<P> stream(a, shared + sizeof(float) * tile_rows * columns);
   const auto fetch_first = [&] {
     if (a.projection == nullptr) {
       stream.fetch(y.project, y.project_step);
@@ -330,22 +312,21 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
   const auto& weights = stream.resident();
   float* sums = a.sums + static_cast<long long>(blockIdx.x) * a.at.floats;
   float2* held = nullptr;  // this thread's sums for the encoder
-  if (kStaged && a.holds) {
+  if (a.holds) {
     held =
         reinterpret_cast<float2*>(shared + sizeof(float) * tile_rows * columns + a.weight_bytes) +
         threadIdx.x;
   }
-  const long long width = static_cast<long long>(a.frames) * n_mels;
+  const long long width = static_cast<long long>(a.frames) * kColumns;
   const float score_scale = 2.f / static_cast<float>(width);
   const T* x_base = static_cast<const T*>(a.x);
 
   // A frame of x, later normalised, and of the output's gradient, later of x's. Both are sent for
   // long before they are used.
-  Block frame[Shape::kMels], gradient[Shape::kMels];
+  Block frame[kMels], gradient[kMels];
   long long begin = static_cast<long long>(blockIdx.x) * tile_rows;
   const long long step = static_cast<long long>(gridDim.x) * tile_rows;
-  RowPair<const T>(x_base, begin + 16 * warp, a.rows, a.x_stride)
-      .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
+  RowPair<const T>(x_base, begin + 16 * warp, a.rows, a.x_stride).load(frame, 0, 0);
   // What all frames share is read without another barrier.
   stream.wait();
   bool first = true;  // tile of this block: nothing was summed before
@@ -356,12 +337,11 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
     const RowPair<T> dx(static_cast<T*>(a.dx), row, a.rows, width);
 
     // Forward, as far as z.
-    Block normal[Shape::kLatents];
+    Block normal[kLatents];
 #pragma unroll
-    for (int l = 0; l < Shape::kLatents; ++l) normal[l].fill(0.f);
+    for (int l = 0; l < kLatents; ++l) normal[l].fill(0.f);
     if (a.projection != nullptr) {
-      RowPair<const float>(a.projection, row, a.rows, latent)
-          .template load<Shape::kWhole>(normal, 0, latents, 0, latent);
+      RowPair<const float>(a.projection, row, a.rows, kLatent).load(normal, 0, 0);
     }
     for (int f = 0; f < a.frames && a.projection == nullptr; ++f) {
       stream.advance();
@@ -374,45 +354,41 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
       }
       const auto own = stream.current();
       float unused[2];
-      normalise<Shape::kWhole>(frame, mels, n_mels, unused);
-      for (int chunk = 0; chunk < slices; chunk += kChunk) {
+      normalise(frame, unused);
+      for (int chunk = 0; chunk < kSlices; chunk += kChunk) {
         Block slice[kChunk];
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
           slice[j].fill(weights.bias(y.encode_bias, chunk + j));
         }
-        multiply_blocks<P, kAtOnce>(slice, kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
-        if (chunk + kChunk >= slices) {
+        multiply_blocks<P, kAtOnce>(slice, frame, weights, y.encode, chunk, 0, kMels);
+        if (chunk + kChunk >= kSlices) {
           // The frame after the last is the first once more, for the way back.
-          x.template load<Shape::kWhole>(
-              frame, 0, mels, static_cast<long long>(f + 1 < a.frames ? f + 1 : 0) * n_mels,
-              n_mels);
+          x.load(frame, 0, static_cast<long long>(f + 1 < a.frames ? f + 1 : 0) * kColumns);
         }
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) gelu<P::kGeluDegree>(slice[j]);
         // A sum of its own, added with rounding: the tensor cores drop what does not fit.
-        Block part[Shape::kLatents];
+        Block part[kLatents];
 #pragma unroll
-        for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P, kAtOnce>(part, latents, slice, kChunk, own,
-                                    stream.place(y.project + f * y.project_step), 0, chunk, slices);
+        for (int l = 0; l < kLatents; ++l) part[l].fill(0.f);
+        multiply_blocks<P, kAtOnce>(part, slice, own, 0, 0, chunk, kSlices);
 #pragma unroll
-        for (int l = 0; l < Shape::kLatents; ++l) normal[l].add(part[l]);
+        for (int l = 0; l < kLatents; ++l) normal[l].add(part[l]);
       }
     }
-    if (a.d_out != nullptr) d_out.template load<Shape::kWhole>(gradient, 0, mels, 0, n_mels);
+    if (a.d_out != nullptr) d_out.load(gradient, 0, 0);
     float mid_inverse_deviation[2];
-    normalise<Shape::kWhole>(normal, latents, latent, mid_inverse_deviation);
-    Block z[Shape::kLatents], slope[Shape::kLatents], dz[Shape::kLatents];
+    normalise(normal, mid_inverse_deviation);
+    Block z[kLatents], slope[kLatents], dz[kLatents];
 #pragma unroll
-    for (int l = 0; l < Shape::kLatents; ++l) {
-      if (l < latents) z[l].fill(weights.bias(y.mid_bias, l));
+    for (int l = 0; l < kLatents; ++l) {
+      z[l].fill(weights.bias(y.mid_bias, l));
       dz[l].fill(0.f);
     }
-    multiply_blocks<P, kAtOnce>(z, latents, normal, latents, weights, y.mid, 0, 0, latents);
+    multiply_blocks<P, kAtOnce>(z, normal, weights, y.mid, 0, 0, kLatents);
 #pragma unroll
-    for (int l = 0; l < Shape::kLatents; ++l) {
-      if (l >= latents) break;
+    for (int l = 0; l < kLatents; ++l) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -422,9 +398,9 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
       }
     }
     if (a.d_z != nullptr) {
-      const RowPair<const T> d_z(static_cast<const T*>(a.d_z), row, a.rows, latent);
-      d_z.template load<Shape::kWhole>(dz, 0, latents, 0, latent);
-      d_z.clear_missing(dz, latents);
+      const RowPair<const T> d_z(static_cast<const T*>(a.d_z), row, a.rows, kLatent);
+      d_z.load(dz, 0, 0);
+      d_z.clear_missing(dz);
     }
 
     // Back through the decoder.
@@ -437,31 +413,28 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
         }
       }
       for (int f = 0; f < a.frames; ++f) {
-        const long long offset = static_cast<long long>(f) * n_mels;
+        const long long offset = static_cast<long long>(f) * kColumns;
         stream.advance();
-        if constexpr (!kStaged) __syncthreads();
         if (f + 1 < a.frames) {
           stream.fetch(y.decode_transposed + (f + 1) * y.decode_step, decode_groups);
         } else {
           stream.fetch(y.project_transposed, y.project_step);
         }
         const auto own = stream.current();
-        const int transposed = stream.place(y.decode_transposed + f * y.decode_step);
         if (a.d_out != nullptr) {
-          d_out.clear_missing(gradient, mels);
+          d_out.clear_missing(gradient);
         } else {
 #pragma unroll
-          for (int m = 0; m < Shape::kMels; ++m) gradient[m].fill(0.f);
+          for (int m = 0; m < kMels; ++m) gradient[m].fill(0.f);
         }
         if (a.d_score != nullptr) {
 #pragma unroll
-          for (int m = 0; m < Shape::kMels; ++m) {
-            if (m >= mels) break;
+          for (int m = 0; m < kMels; ++m) {
             Block original[1], result[1];
-            x.template load<Shape::kWhole>(original, m, 1, offset, n_mels);
+            x.load(original, m, offset);
             result[0].fill(weights.bias(y.decode_bias, m));
-            multiply_blocks<P, kAtOnce>(result, 1, z, latents, own,
-                                        transposed + y.decode - y.decode_transposed, m, 0, latents);
+            multiply_blocks<P, kAtOnce>(result, z, own, y.decode - y.decode_transposed, m, 0,
+                                        kLatents);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -473,28 +446,28 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
             }
             // What x itself has to do with the score; the way through the model is added below.
             if (a.dx != nullptr) {
-              dx.template store<Shape::kWhole, false>(original, m, 1, offset, n_mels);
+              dx.template store<false>(original, m, offset);
             }
           }
         }
         if (a.wanted.decode) {
-          if (f == 0) put<!P::kExact>(tile, columns, z, latents, at.inner);
-          put<false>(tile, columns, gradient, mels, at.outer);
+          if (f == 0) put<!P::kExact>(tile, columns, z, kLatents, at.inner);
+          put<false>(tile, columns, gradient, kMels, at.outer);
         }
-        Block part[Shape::kLatents];
+        Block part[kLatents];
 #pragma unroll
-        for (int l = 0; l < Shape::kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P, kAtOnce>(part, latents, gradient, mels, own, transposed, 0, 0, mels);
+        for (int l = 0; l < kLatents; ++l) part[l].fill(0.f);
+        multiply_blocks<P, kAtOnce>(part, gradient, own, 0, 0, 0, kMels);
 #pragma unroll
-        for (int l = 0; l < Shape::kLatents; ++l) dz[l].add(part[l]);
+        for (int l = 0; l < kLatents; ++l) dz[l].add(part[l]);
         if (a.d_out != nullptr && f + 1 < a.frames) {
-          d_out.template load<Shape::kWhole>(gradient, 0, mels, offset + n_mels, n_mels);
+          d_out.load(gradient, 0, offset + kColumns);
         }
         if (a.wanted.decode) {
           int job = warp;
           __syncthreads();
-          add_products<P::kExact, 2>(tile, columns, tile_rows, at.outer, mels, at.inner, latents,
-                                     sums + a.at.q_decode + f * 256 * mels * latents, nullptr,
+          add_products<P::kExact, 2>(tile, columns, tile_rows, at.outer, kMels, at.inner, kLatents,
+                                     sums + a.at.q_decode + f * 256 * kMels * kLatents, nullptr,
                                      sums + a.at.b_decode, first, first && f == 0, job, warps);
         }
       }
@@ -502,59 +475,54 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
 
     // Back through the bottleneck.
 #pragma unroll
-    for (int l = 0; l < Shape::kLatents; ++l) {
-      if (l >= latents) break;
+    for (int l = 0; l < kLatents; ++l) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) dz[l].v[r][i] *= slope[l].v[r][i];
       }
     }
-    Block d_projection[Shape::kLatents];
+    Block d_projection[kLatents];
 #pragma unroll
-    for (int l = 0; l < Shape::kLatents; ++l) d_projection[l].fill(0.f);
-    multiply_blocks<P, kAtOnce>(d_projection, latents, dz, latents, weights, y.mid_transposed, 0, 0,
-                                latents);
-    normalise_backward(d_projection, normal, latents, latent, mid_inverse_deviation);
+    for (int l = 0; l < kLatents; ++l) d_projection[l].fill(0.f);
+    multiply_blocks<P, kAtOnce>(d_projection, dz, weights, y.mid_transposed, 0, 0, kLatents);
+    normalise_backward(d_projection, normal, mid_inverse_deviation);
     if (a.wanted.mid) {
       __syncthreads();
-      put<false>(tile, columns, dz, latents, at.hidden);
-      put<!P::kExact>(tile, columns, normal, latents, at.slice);
+      put<false>(tile, columns, dz, kLatents, at.hidden);
+      put<!P::kExact>(tile, columns, normal, kLatents, at.slice);
       int job = warp;
       __syncthreads();
-      add_products<P::kExact, 2>(tile, columns, tile_rows, at.hidden, latents, at.slice, latents,
+      add_products<P::kExact, 2>(tile, columns, tile_rows, at.hidden, kLatents, at.slice, kLatents,
                                  sums + a.at.q_mid, nullptr, sums + a.at.b_mid, first, first, job,
                                  warps);
     }
 
     // Back through the encoder.
     for (int f = 0; f < a.frames && to_encoder; ++f) {
-      const long long offset = static_cast<long long>(f) * n_mels;
+      const long long offset = static_cast<long long>(f) * kColumns;
       stream.advance();
-      if constexpr (!kStaged) __syncthreads();
       if (f + 1 < a.frames) {
         stream.fetch(y.project_transposed + (f + 1) * y.project_step, y.project_step);
       } else if (begin + step < a.rows) {
         fetch_first();
       }
       const auto own = stream.current();
-      const int project = stream.place(y.project_transposed + f * y.project_step);
       float inverse_deviation[2];
-      normalise<Shape::kWhole>(frame, mels, n_mels, inverse_deviation);
+      normalise(frame, inverse_deviation);
 #pragma unroll
-      for (int m = 0; m < Shape::kMels; ++m) gradient[m].fill(0.f);
-      if (a.wanted.project && f == 0) put<false>(tile, columns, d_projection, latents, at.inner);
-      if (a.wanted.encode) put<!P::kExact>(tile, columns, frame, mels, at.outer);
-      for (int chunk = 0; chunk < slices; chunk += kChunk) {
+      for (int m = 0; m < kMels; ++m) gradient[m].fill(0.f);
+      if (a.wanted.project && f == 0) put<false>(tile, columns, d_projection, kLatents, at.inner);
+      if (a.wanted.encode) put<!P::kExact>(tile, columns, frame, kMels, at.outer);
+      for (int chunk = 0; chunk < kSlices; chunk += kChunk) {
         Block slice[kChunk], d_slice[kChunk];
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
           slice[j].fill(weights.bias(y.encode_bias, chunk + j));
           d_slice[j].fill(0.f);
         }
-        multiply_blocks<P, kAtOnce>(slice, kChunk, frame, mels, weights, y.encode, chunk, 0, mels);
-        multiply_blocks<P, kAtOnce>(d_slice, kChunk, d_projection, latents, own, project, chunk, 0,
-                                    latents);
+        multiply_blocks<P, kAtOnce>(slice, frame, weights, y.encode, chunk, 0, kMels);
+        multiply_blocks<P, kAtOnce>(d_slice, d_projection, own, 0, chunk, 0, kLatents);
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
 #pragma unroll
@@ -574,41 +542,38 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
           put<false>(tile, columns, d_slice, kChunk, at.hidden + 16 * chunk);
         }
         if (a.dx != nullptr) {
-          multiply_blocks<P, kAtOnce>(gradient, mels, d_slice, kChunk, weights, y.encode_transposed,
-                                      0, chunk, slices);
+          multiply_blocks<P, kAtOnce>(gradient, d_slice, weights, y.encode_transposed, 0, chunk,
+                                      kSlices);
         }
       }
       if (a.dx != nullptr) {
-        normalise_backward(gradient, frame, mels, n_mels, inverse_deviation);
+        normalise_backward(gradient, frame, inverse_deviation);
         if (a.d_score != nullptr) {
           // This lane wrote it above.
-          dx.template load<Shape::kWhole>(frame, 0, mels, offset, n_mels);
+          dx.load(frame, 0, offset);
 #pragma unroll
-          for (int m = 0; m < Shape::kMels; ++m) {
-            if (m < mels) gradient[m].add(frame[m]);
-          }
+          for (int m = 0; m < kMels; ++m) gradient[m].add(frame[m]);
         }
-        dx.template store<Shape::kWhole, false>(gradient, 0, mels, offset, n_mels);
+        dx.template store<false>(gradient, 0, offset);
       }
       if (f + 1 < a.frames) {
-        x.template load<Shape::kWhole>(frame, 0, mels, offset + n_mels, n_mels);
+        x.load(frame, 0, offset + kColumns);
       } else {
-        RowPair<const T>(x_base, row + step, a.rows, a.x_stride)
-            .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
+        RowPair<const T>(x_base, row + step, a.rows, a.x_stride).load(frame, 0, 0);
       }
       if (a.wanted.encode || a.wanted.project) {
         int job = warp;
         __syncthreads();
         if (a.wanted.encode) {
-          add_products<P::kExact, kTiles>(tile, columns, tile_rows, at.hidden, slices, at.outer,
-                                          mels, sums + a.at.q_encode, held, sums + a.at.b_encode,
+          add_products<P::kExact, kTiles>(tile, columns, tile_rows, at.hidden, kSlices, at.outer,
+                                          kMels, sums + a.at.q_encode, held, sums + a.at.b_encode,
                                           first && f == 0, first && f == 0, job, warps);
         }
         // Smaller pieces, so that eight warps have the same to do.
         if (a.wanted.project) {
-          add_products<P::kExact, 2>(tile, columns, tile_rows, at.inner, latents, at.slice, slices,
-                                     sums + a.at.q_project + f * 256 * latents * slices, nullptr,
-                                     nullptr, first, false, job, warps);
+          add_products<P::kExact, 2>(tile, columns, tile_rows, at.inner, kLatents, at.slice,
+                                     kSlices, sums + a.at.q_project + f * 256 * kLatents * kSlices,
+                                     nullptr, nullptr, first, false, job, warps);
         }
       }
     }
@@ -616,22 +581,22 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
       // Nothing above took the place of these.
       stream.advance();
       fetch_first();
-      RowPair<const T>(x_base, row + step, a.rows, a.x_stride)
-          .template load<Shape::kWhole>(frame, 0, mels, 0, n_mels);
+      RowPair<const T>(x_base, row + step, a.rows, a.x_stride).load(frame, 0, 0);
     }
   }
   wait_for_copies();
 
   if (held != nullptr && a.wanted.encode) {
-    store_held<kTiles>(slices, mels, sums + a.at.q_encode, held, warp, warps);
+    store_held<kTiles>(kSlices, kMels, sums + a.at.q_encode, held, warp, warps);
   }
 }
 
 // ---- host
 
-template <typename Shape>
-void run(const Context& context, const AutoencoderBackwardArguments& call,
-         const BackwardPlan& plan) {
+}  // namespace
+
+void run_warps(const Context& context, const AutoencoderBackwardArguments& call,
+               const BackwardPlan& plan) {
   const DeviceLimits& limits = limits_of(context.device);
   const AutoencoderSizes& sizes = call.sizes;
   const PackedLayout layout = packed_layout(sizes, true);
@@ -655,45 +620,27 @@ void run(const Context& context, const AutoencoderBackwardArguments& call,
                     sums.data(),
                     sizes.rows,
                     call.x_stride,
-                    sizes.n_mels,
                     sizes.frames,
-                    sizes.latent,
                     layout,
-                    tile_layout(layout),
                     at,
                     wanted_sums(call),
                     decode_groups(call, layout),
                     frame_groups(call, layout),
                     static_cast<int>(staged_bytes(call, layout)),
                     plan.holds};
-  std::int64_t shared = shared_bytes<Shape>(call, plan);
   // So much that one block fits on a multiprocessor: while the packing kernel's blocks hold some,
   // two would come to lie on another.
-  if (Shape::kWhole) shared = std::max<std::int64_t>(shared, limits.shared_memory / 2);
+  const std::int64_t shared =
+      std::max<std::int64_t>(shared_bytes(call, plan), limits.shared_memory / 2);
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
     launch_kernel({context, blocks, 32 * plan.warps, static_cast<std::size_t>(shared), true},
-                  "running the autoencoder backward", backward_kernel<typename P::Weight, P, Shape>,
-                  a);
+                  "running the autoencoder backward", backward_kernel<typename P::Weight, P>, a);
   });
   finish_gradients(context, call, layout, at, static_cast<int>(blocks), sums.data(), memory.data());
 }
 
-}  // namespace
-
-void run_warps(const Context& context, const AutoencoderBackwardArguments& call,
-               const BackwardPlan& plan) {
-  run<DefaultShape>(context, call, plan);
-}
-void run_padded(const Context& context, const AutoencoderBackwardArguments& call,
-                const BackwardPlan& plan) {
-  run<WideShape>(context, call, plan);
-}
-
 void run_warps(const Context& context, const AutoencoderBackwardArguments& call) {
-  run_warps(context, call, backward_plan<DefaultShape>(limits_of(context.device), call));
-}
-void run_padded(const Context& context, const AutoencoderBackwardArguments& call) {
-  run_padded(context, call, backward_plan<WideShape>(limits_of(context.device), call));
+  run_warps(context, call, backward_plan(limits_of(context.device), call));
 }
 
 }  // namespace fusewise::cuda::autoencoder

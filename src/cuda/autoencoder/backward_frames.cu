@@ -219,7 +219,7 @@ class Bottleneck {
     each_four(lane, s_.projection, [&](int b, int r, float4 four) {
       v[b].v[r][0] = four.x, v[b].v[r][1] = four.y, v[b].v[r][2] = four.z, v[b].v[r][3] = four.w;
     });
-    normalise<true>(v, kBlocks, kLatents, inverse);
+    normalise(v, inverse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (part_ == 0 && lane % 4 == 0) s_.mid_inverse[lane / 4 + 8 * r] = inverse[r];

@@ -282,34 +282,16 @@ __device__ __forceinline__ void store_four(T* p, const float (&v)[4]) {
          make_uint2(pack_pair(T{}, v[0], v[1]), pack_pair(T{}, v[2], v[3])));
 }
 
-/// Columns [column, column + 4) of a row that has `columns`; zero beyond. kWhole: no column is
-/// missing and the address allows vectors. A T that is not const is what this kernel wrote.
-template <bool kWhole, typename T>
-__device__ __forceinline__ Four<std::remove_const_t<T>> load_row(T* row, int column, int columns) {
-  using Value = std::remove_const_t<T>;
-  Four<Value> four;
-  if constexpr (!kWhole) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      four.set(i, column + i < columns ? row[column + i] : from_accumulator<Value>(0.f));
-    }
-  } else if constexpr (std::is_const_v<T>) {
-    four.load(row + column);
+/// A T that is not const is what this kernel wrote.
+template <typename T>
+__device__ __forceinline__ Four<std::remove_const_t<T>> load_four(T* p) {
+  Four<std::remove_const_t<T>> four;
+  if constexpr (std::is_const_v<T>) {
+    four.load(p);
   } else {
-    four.load_own(row + column);
+    four.load_own(p);
   }
   return four;
-}
-template <bool kWhole, typename T>
-__device__ __forceinline__ void store_row(T* row, const float (&v)[4], int column, int columns) {
-  if constexpr (kWhole) {
-    store_four(row + column, v);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (column + i < columns) row[column + i] = from_accumulator<T>(v[i]);
-    }
-  }
 }
 
 /// Over the four lanes that share a row.

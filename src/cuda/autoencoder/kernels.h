@@ -17,14 +17,9 @@ void run_few_rows(const Context& context, const AutoencoderForwardArguments& cal
 void run_many_rows(const Context& context, const AutoencoderForwardArguments& call, int warps);
 void run_many_rows(const Context& context, const AutoencoderForwardArguments& call);
 
-/// forward.cu with sizes that the compiler knows: the warps of a block share 16 rows.
+/// forward.cu: the warps of a block share 16 rows.
+void run_block16(const Context& context, const AutoencoderForwardArguments& call, int warps);
 void run_block16(const Context& context, const AutoencoderForwardArguments& call);
-/// forward.cu with sizes padded to multiples of 16.
-void run_padded(const Context& context, const AutoencoderForwardArguments& call);
-void run_block16(const Context& context, const AutoencoderForwardArguments& call,
-                 const ForwardPlan& plan);
-void run_padded(const Context& context, const AutoencoderForwardArguments& call,
-                const ForwardPlan& plan);
 
 /// general.cu: GEMMs of the vendor's library, for any sizes and types.
 void run_general(const Context& context, const AutoencoderForwardArguments& call);
@@ -37,14 +32,10 @@ void run_wgmma(const Context& context, const AutoencoderBackwardArguments& call)
 /// backward_frames.cu: 16 rows a block; four warps share a frame.
 void run_block16(const Context& context, const AutoencoderBackwardArguments& call);
 
-/// backward.cu with sizes that the compiler knows: 16 rows a warp.
-void run_warps(const Context& context, const AutoencoderBackwardArguments& call);
-/// backward.cu with sizes padded to multiples of 16.
-void run_padded(const Context& context, const AutoencoderBackwardArguments& call);
+/// backward.cu: 16 rows a warp.
 void run_warps(const Context& context, const AutoencoderBackwardArguments& call,
                const BackwardPlan& plan);
-void run_padded(const Context& context, const AutoencoderBackwardArguments& call,
-                const BackwardPlan& plan);
+void run_warps(const Context& context, const AutoencoderBackwardArguments& call);
 
 void run_general(const Context& context, const AutoencoderBackwardArguments& call);
 

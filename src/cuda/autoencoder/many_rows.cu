@@ -234,14 +234,14 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
 
     if (a.projection != nullptr) {
       RowPair<float>(a.projection, 16 * tile, a.rows, 16 * kLatents)
-          .template store<true, true>(projection, 0, kLatents, 0, 16 * kLatents);
+          .template store<true>(projection, 0, 0);
     }
     float inverse_deviation[2];
-    normalise<true>(projection, kLatents, 16 * kLatents, inverse_deviation);
+    normalise(projection, inverse_deviation);
     Block z[kLatents];
 #pragma unroll
     for (int l = 0; l < kLatents; ++l) z[l].fill(weights.bias(y.mid_bias, l));
-    multiply_blocks<P, 1>(z, kLatents, projection, kLatents, weights, y.mid, 0, 0, kLatents);
+    multiply_blocks<P, 1>(z, projection, weights, y.mid, 0, 0, kLatents);
     typename P::Left z_left[kLatents];
 #pragma unroll
     for (int l = 0; l < kLatents; ++l) {
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
 #pragma unroll
       for (Block& b : z) b.add(zero);
       RowPair<T>(static_cast<T*>(a.z), 16 * tile, a.rows, 16 * kLatents)
-          .template store<true, true>(z, 0, kLatents, 0, 16 * kLatents);
+          .template store<true>(z, 0, 0);
     }
     if (!kScores && a.out == nullptr) continue;
 

@@ -49,7 +49,7 @@ struct EdgedRows {
           if (column + i < columns) four.set(i, at[r][column + i]);
         }
       } else if (column < columns) {
-        four.load_own(at[r] + column);
+        four = load_four(at[r] + column);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) b.v[r][i] = four[i];
@@ -119,7 +119,9 @@ __global__ void __launch_bounds__(32 * kWarps)
     if (b < input_blocks) values[b] = in.load(b);
   }
   float inverse[2];
-  normalise<false>(values, input_blocks, c.inputs, inverse);
+  normalise(
+      values, input_blocks, c.inputs,
+      [&](int b, int i) { return 16 * b + 4 * (lane % 4) + i < c.inputs; }, inverse);
   const auto rows_of = [&]<typename T>(T* data, int columns, bool vectors) {
     return EdgedRows<T>(data, unit.first_row, c.rows, static_cast<long long>(c.frames) * columns,
                         unit.frame, columns, vectors);

@@ -9,43 +9,24 @@
 
 namespace fusewise::cuda::autoencoder {
 
-/// The sizes for which registers are kept, and how much of them is known before run time; the
-/// number of frames never is. n_mels 64, latent 32, slice_latent 64, rows aligned to vectors.
+/// The sizes for which the fused kernels keep registers: n_mels 64, latent 32, slice_latent 64, in
+/// blocks of 16. The number of frames is any.
 struct DefaultShape {
-  static constexpr int kMels = 4, kLatents = 2, kSlices = 4;  // blocks of 16
-  static constexpr int kChunk = 2;                            // blocks of results made together
-  static constexpr int kBackwardChunk = 4;                    // there, a warp has more registers
-  static constexpr bool kWhole = true;                        // no padding, vectors everywhere
-  static constexpr int kMostWarps = 12;                       // of a block, for their registers
+  static constexpr int kMels = 4, kLatents = 2, kSlices = 4;
 };
-/// n_mels up to 128, latent up to 64, the rest any.
-struct WideShape {
-  static constexpr int kMels = 8, kLatents = 4, kSlices = 0;
-  static constexpr int kChunk = 1, kBackwardChunk = 1;
-  static constexpr bool kWhole = false;
-  static constexpr int kMostWarps = 8;
-};
-inline constexpr int kMostBackwardWarps = 8;
 
-struct ForwardPlan {
-  int warps;      ///< of a block
-  bool together;  ///< all of them share 16 rows at a time; else each has its own
-};
+// For the registers of a warp.
+inline constexpr int kMostForwardWarps = 12, kMostBackwardWarps = 8;  // of a block
+inline constexpr int kChunk = 2;  // blocks of results that forward makes together
 
 struct BackwardPlan {
   int warps;   ///< of a block, with 16 rows each
-  bool holds;  ///< the encoder's sums stay in shared memory; only with DefaultShape
+  bool holds;  ///< the encoder's sums stay in shared memory
 };
 
-/// Shared memory through which the warps of a block add up what they have of 16 rows.
-inline std::int64_t exchange_bytes(const ForwardPlan& plan, const PackedLayout& layout) {
-  return plan.together ? std::int64_t{1024} * plan.warps * layout.latents : 0;
-}
-
-/// Pieces of work that the warps of a block can share.
-template <typename Shape>
-int units_of(const PackedLayout& layout) {
-  return layout.frames * layout.slices / Shape::kChunk;
+/// Shared memory through which the warps of forward's block add up what they have of 16 rows.
+inline std::int64_t exchange_bytes(int warps) {
+  return std::int64_t{1024} * warps * DefaultShape::kLatents;
 }
 
 /// The columns of backward's tile in shared memory: what the sums over rows are made of.
@@ -89,11 +70,11 @@ inline std::int64_t staged_bytes(const AutoencoderBackwardArguments& call,
 }
 
 /// Shared memory of a block of backward.cu.
-template <typename Shape>
-std::int64_t shared_bytes(const AutoencoderBackwardArguments& call, const BackwardPlan& plan) {
+inline std::int64_t shared_bytes(const AutoencoderBackwardArguments& call,
+                                 const BackwardPlan& plan) {
   const PackedLayout layout = packed_layout(call.sizes, true);
-  std::int64_t bytes = std::int64_t{64} * plan.warps * tile_layout(layout).columns;
-  if (Shape::kWhole) bytes += staged_bytes(call, layout);
+  std::int64_t bytes =
+      std::int64_t{64} * plan.warps * tile_layout(layout).columns + staged_bytes(call, layout);
   if (plan.holds) bytes += std::int64_t{4} * 256 * layout.slices * layout.mels;
   return bytes;
 }

@@ -95,15 +95,14 @@ __device__ __forceinline__ void multiply_block(Block (&results)[kResults], int r
 
 /// The same for several input blocks, first_input and on.
 template <typename P, int kAtOnce, int kResults, int kInputs, typename Source>
-__device__ __forceinline__ void multiply_blocks(Block (&results)[kResults], int result_count,
-                                                const Block (&inputs)[kInputs], int input_count,
+__device__ __forceinline__ void multiply_blocks(Block (&results)[kResults],
+                                                const Block (&inputs)[kInputs],
                                                 const Source& weights, int matrix, int first_output,
                                                 int first_input, int matrix_inputs) {
 #pragma unroll
   for (int k = 0; k < kInputs; ++k) {
-    if (k >= input_count) break;
-    multiply_block<P, kAtOnce>(results, result_count, P::left(inputs[k]), weights, matrix,
-                               first_output, first_input + k, matrix_inputs);
+    multiply_block<P, kAtOnce>(results, kResults, P::left(inputs[k]), weights, matrix, first_output,
+                               first_input + k, matrix_inputs);
   }
 }
 
@@ -112,38 +111,37 @@ __device__ __forceinline__ int warp_index() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
-/// LayerNorm of both rows of the blocks, of which `columns` are real.
-template <bool kWhole, int kBlocks>
+/// LayerNorm of both rows of the blocks, of which `columns` are real; real(b, i) says which.
+template <int kBlocks, typename Real>
 __device__ __forceinline__ void normalise(Block (&blocks)[kBlocks], int count, int columns,
-                                          float (&inverse_deviation)[2]) {
-  const int first = 4 * (threadIdx.x % 4);
+                                          Real real, float (&inverse_deviation)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     inverse_deviation[r] = normalise_row<kBlocks, 4>(
-        [&](int b, int i) -> float& { return blocks[b].v[r][i]; }, row_sum, count, columns,
-        [&](int b, int i) { return kWhole || 16 * b + first + i < columns; });
+        [&](int b, int i) -> float& { return blocks[b].v[r][i]; }, row_sum, count, columns, real);
   }
+}
+template <int kBlocks>
+__device__ __forceinline__ void normalise(Block (&blocks)[kBlocks], float (&inverse_deviation)[2]) {
+  normalise(blocks, kBlocks, 16 * kBlocks, [](int, int) { return true; }, inverse_deviation);
 }
 
 template <int kBlocks>
 __device__ __forceinline__ void normalise_backward(Block (&gradient)[kBlocks],
-                                                   const Block (&normalised)[kBlocks], int count,
-                                                   int columns,
+                                                   const Block (&normalised)[kBlocks],
                                                    const float (&inverse_deviation)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     normalise_row_backward<kBlocks, 4>([&](int b, int i) -> float& { return gradient[b].v[r][i]; },
                                        [&](int b, int i) { return normalised[b].v[r][i]; }, row_sum,
-                                       count, 1.f / columns, inverse_deviation[r]);
+                                       kBlocks, 1.f / (16 * kBlocks), inverse_deviation[r]);
   }
 }
 
 template <int kBlocks, typename T>
-__device__ __forceinline__ void expand(Block (&blocks)[kBlocks], const Four<T> (&raw)[kBlocks][2],
-                                       int count) {
+__device__ __forceinline__ void expand(Block (&blocks)[kBlocks], const Four<T> (&raw)[kBlocks][2]) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    if (b >= count) break;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -173,32 +171,27 @@ struct RowPair {
   using Raw = Four<std::remove_const_t<T>>;
 
   /// Columns of the frame at `offset`, as they lie in memory, blocks `first` and on.
-  template <bool kWhole, int kBlocks>
-  __device__ __forceinline__ void fetch(Raw (&raw)[kBlocks][2], int first, int count,
-                                        long long offset, int columns) const {
+  template <int kBlocks>
+  __device__ __forceinline__ void fetch(Raw (&raw)[kBlocks][2], int first, long long offset) const {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        raw[b][r] = load_row<kWhole>(at[r] + offset, 16 * (first + b) + 4 * t, columns);
-      }
+      for (int r = 0; r < 2; ++r) raw[b][r] = load_four(at[r] + offset + 16 * (first + b) + 4 * t);
     }
   }
-  template <bool kWhole, int kBlocks>
-  __device__ __forceinline__ void load(Block (&blocks)[kBlocks], int first, int count,
-                                       long long offset, int columns) const {
+  template <int kBlocks>
+  __device__ __forceinline__ void load(Block (&blocks)[kBlocks], int first,
+                                       long long offset) const {
     Raw raw[kBlocks][2];
-    fetch<kWhole>(raw, first, count, offset, columns);
-    expand(blocks, raw, count);
+    fetch(raw, first, offset);
+    expand(blocks, raw);
   }
   /// Zeros beyond the last row.
   template <int kBlocks>
-  __device__ __forceinline__ void clear_missing(Block (&blocks)[kBlocks], int count) const {
+  __device__ __forceinline__ void clear_missing(Block (&blocks)[kBlocks]) const {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -208,17 +201,16 @@ struct RowPair {
   }
   /// kAll: beyond the last row, the values are those of the last row, too, and go there once more,
   /// which spares a branch.
-  template <bool kWhole, bool kAll, int kBlocks>
-  __device__ __forceinline__ void store(const Block (&blocks)[kBlocks], int first, int count,
-                                        long long offset, int columns) const {
+  template <bool kAll, int kBlocks>
+  __device__ __forceinline__ void store(const Block (&blocks)[kBlocks], int first,
+                                        long long offset) const {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      if (b >= count) break;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (kAll || real[r]) {
-          store_row<kWhole>(at[r] + offset, blocks[b].v[r], 16 * (first + b) + 4 * t, columns);
+          store_four(at[r] + offset + 16 * (first + b) + 4 * t, blocks[b].v[r]);
         }
       }
     }

@@ -48,15 +48,6 @@ std::string frames_decline(const DeviceLimits&, const Call& call) {
   if (call.sizes.frames == 5) return {};
   return "it is for 5 frames, not " + text(call.sizes.frames);
 }
-template <typename Call>
-std::string registers_decline(const DeviceLimits&, const Call& call) {
-  constexpr int kMels = 16 * WideShape::kMels, kLatent = 16 * WideShape::kLatents;
-  const AutoencoderSizes& s = call.sizes;
-  if (s.n_mels <= kMels && s.latent <= kLatent) return {};
-  return "a warp has registers for n_mels up to " + text(kMels) + " and latent up to " +
-         text(kLatent) + ", not for " + text(s.n_mels) + " and " + text(s.latent);
-}
-
 /// A tensor whose rows are read or written in vectors; a null address is aligned.
 struct AlignedRows {
   const char* name;
@@ -126,16 +117,13 @@ std::string many_rows_memory_declines(const DeviceLimits& limits, const Forward&
   return memory_declines(limits, packed_bytes_of(call));
 }
 std::string block16_memory_declines(const DeviceLimits& limits, const Forward& call) {
-  const ForwardPlan most{DefaultShape::kMostWarps, true};
-  return memory_declines(
-      limits, packed_bytes_of(call) + exchange_bytes(most, packed_layout(call.sizes, false)));
+  return memory_declines(limits, packed_bytes_of(call) + exchange_bytes(kMostForwardWarps));
 }
 std::string backward_memory_declines(const DeviceLimits& limits, const Backward& call) {
   return memory_declines(limits, backward_block16_bytes(call.dtype));
 }
-template <typename Shape, int kWarps>
-std::string tile_memory_declines(const DeviceLimits& limits, const Backward& call) {
-  return memory_declines(limits, shared_bytes<Shape>(call, {kWarps, false}));
+std::string warps_memory_declines(const DeviceLimits& limits, const Backward& call) {
+  return memory_declines(limits, shared_bytes(call, {4, false}));
 }
 
 std::string two_gradients_decline(const DeviceLimits&, const Backward& call) {
@@ -160,47 +148,6 @@ std::string wgmma_call_declines(const DeviceLimits&, const Backward& call) {
 }
 
 // ---- which one is faster
-
-/// Of float32 exactly, of TF32 and of half precision.
-template <typename Time, typename Call>
-double time_of(const Call& call, const Time (&times)[3]) {
-  return times[call.dtype != DType::f32 ? 2 : call.tf32 ? 1 : 0].of(call.sizes);
-}
-
-/// Microseconds by GEMMs, fitted to `lab/autoencoder_plans sizes`.
-struct GemmTime {
-  double fixed;
-  double traffic;  ///< of a thousand values that the steps read and write
-
-  double of(const AutoencoderSizes& s) const {
-    return fixed +
-           traffic * static_cast<double>(s.rows) * s.frames * (s.n_mels + s.slice_latent) / 1000;
-  }
-};
-
-/// Microseconds by the kernels of forward.cu and backward.cu, likewise.
-struct FusedTime {
-  double fixed;
-  /// Of a thousand multiplications for a row: of any rows, of a quarter as many as the GPU has at
-  /// once, and of all of these. Twice as many as it has take twice as long.
-  double any, quarter, whole;
-
-  double of(const AutoencoderSizes& s) const {
-    const auto padded = [](int size) { return 16. * ((size + 15) / 16); };
-    const double m = padded(s.n_mels), l = padded(s.latent), h = padded(s.slice_latent);
-    const double work = s.frames * (m * h + h * l + m * l) / 1000;
-    const double waves = static_cast<double>(s.rows) / 16384;
-    return fixed + work * std::max(1., waves) *
-                       (any + quarter * std::min(1., 4 * waves) + whole * std::min(1., waves));
-  }
-};
-
-std::string yields_to_gemms(double gemms, double fused) {
-  if (gemms >= fused) return {};
-  return "'general' is expected to be faster for these sizes and so many rows: " +
-         text(static_cast<std::int64_t>(gemms)) + " against " +
-         text(static_cast<std::int64_t>(fused)) + " us on an H200";
-}
 
 std::string few_rows_declines(const DeviceLimits& limits, const Forward& call) {
   return first_of<float64_declines<Forward>, sizes_decline<Forward>, frames_decline<Forward>,
@@ -229,16 +176,6 @@ std::string many_rows_yields(const DeviceLimits& limits, const Forward& call) {
   return "warps that share 16 rows are faster for up to " + text(most) + " rows";
 }
 
-/// GEMMs are in question only where many_rows declines: the default model has kernels of its own
-/// for any number of rows.
-std::string forward_yields(const DeviceLimits& limits, const Forward& call) {
-  constexpr GemmTime kGemms[] = {{38, 0.0097}, {33, 0.0066}, {31, 0.0049}};
-  constexpr FusedTime kFused[] = {
-      {13, 0.41, 0.14, 2.04}, {13, 0.41, 0.44, 1.04}, {13, 0.25, 0.11, 0.88}};
-  if (many_rows_declines(limits, call).empty()) return {};
-  return yields_to_gemms(time_of(call, kGemms), time_of(call, kFused));
-}
-
 std::string block16_declines(const DeviceLimits& limits, const Backward& call) {
   return first_of<float64_declines<Backward>, sizes_decline<Backward>, frames_decline<Backward>,
                   two_gradients_decline, gradient_rows_decline<16>, backward_memory_declines>(
@@ -259,17 +196,6 @@ std::string wgmma_yields(const DeviceLimits& limits, const Backward& call) {
   if (large < turns(16)) return {};
   return "'block16' is faster for " + text(call.sizes.rows) + " rows: its tiles of 16 rows go to " +
          text(limits.multiprocessors) + " multiprocessors more evenly than those of 128";
-}
-
-/// GEMMs are in question only where block16 declines, likewise.
-std::string backward_yields(const DeviceLimits& limits, const Backward& call) {
-  constexpr GemmTime kGemms[] = {{97, 0.0289}, {86, 0.0198}, {81, 0.0134}};
-  constexpr FusedTime kPadded[] = {{66, 4.63, 0, 2.55}, {60, 3.39, 0, 1.87}, {59, 2.92, 0, 1.10}};
-  constexpr FusedTime kDefault[] = {{30, 1.72, 0, 0.70}, {20, 1.11, 0, 0.37}, {20, 1.05, 0, 0.31}};
-  if (block16_declines(limits, call).empty()) return {};
-  const bool has_default =
-      first_of<sizes_decline<Backward>, gradient_rows_decline<0>>(limits, call).empty();
-  return yields_to_gemms(time_of(call, kGemms), time_of(call, has_default ? kDefault : kPadded));
 }
 
 template <typename Call, std::size_t kCount>
@@ -297,10 +223,7 @@ const Kernel<Forward> kForwardKernels[] = {
     {"block16",
      first_of<float64_declines<Forward>, sizes_decline<Forward>, rows_decline<0>,
               basis_declines<Forward>, block16_memory_declines>,
-     forward_yields, run_block16},
-    {"padded",
-     first_of<float64_declines<Forward>, registers_decline<Forward>, basis_declines<Forward>>,
-     forward_yields, run_padded},
+     nullptr, run_block16},
     {"general", never_declines<Forward>, nullptr, run_general},
 };
 
@@ -311,12 +234,8 @@ const Kernel<Backward> kBackwardKernels[] = {
     {"block16", block16_declines, nullptr, run_block16},
     {"warps",
      first_of<float64_declines<Backward>, sizes_decline<Backward>, gradient_rows_decline<0>,
-              basis_declines<Backward>, tile_memory_declines<DefaultShape, 4>>,
-     backward_yields, run_warps},
-    {"padded",
-     first_of<float64_declines<Backward>, registers_decline<Backward>, basis_declines<Backward>,
-              tile_memory_declines<WideShape, 1>>,
-     backward_yields, run_padded},
+              basis_declines<Backward>, warps_memory_declines>,
+     nullptr, run_warps},
     {"general", never_declines<Backward>, nullptr, run_general},
 };
 
@@ -329,26 +248,17 @@ const Kernel<Backward>& choose(const DeviceLimits& limits, const Backward& call)
 
 // ---- how a kernel is laid out
 
-template <typename Shape>
-ForwardPlan forward_plan(const DeviceLimits& limits, const AutoencoderSizes& sizes) {
-  const std::int64_t tiles = divide_up(sizes.rows, 16), all = limits.multiprocessors;
-  // While there are multiprocessors to spare, the warps of a block share 16 rows; on Hopper two
-  // such blocks have room on one of them.
-  if (Shape::kWhole || tiles <= 2 * all) {
-    const int units = units_of<Shape>(packed_layout(sizes, false));
-    return {std::clamp(tiles <= all ? units : (units + 1) / 2, 1, Shape::kMostWarps), true};
-  }
-  // Else all warps have the same number of rows.
-  const std::int64_t rounds = divide_up(tiles, all * Shape::kMostWarps);
-  return {static_cast<int>(divide_up(tiles, all * rounds)), false};
+int block16_warps(const DeviceLimits& limits, const AutoencoderSizes& sizes) {
+  // While there are multiprocessors to spare, all pieces of a block's work go to warps of their
+  // own; on Hopper two smaller blocks have room on one of them.
+  const int pieces = sizes.frames * DefaultShape::kSlices / kChunk;
+  const bool spare = divide_up(sizes.rows, 16) <= limits.multiprocessors;
+  return std::clamp(spare ? pieces : (pieces + 1) / 2, 1, kMostForwardWarps);
 }
-template ForwardPlan forward_plan<DefaultShape>(const DeviceLimits&, const AutoencoderSizes&);
-template ForwardPlan forward_plan<WideShape>(const DeviceLimits&, const AutoencoderSizes&);
 
-template <typename Shape>
 BackwardPlan backward_plan(const DeviceLimits& limits, const Backward& call) {
   const auto fits = [&](const BackwardPlan& plan) {
-    return shared_bytes<Shape>(call, plan) <= limits.block_shared_memory;
+    return shared_bytes(call, plan) <= limits.block_shared_memory;
   };
   // Few rows: four warps, which share the sums, on as many multiprocessors as there are.
   const std::int64_t tiles = divide_up(call.sizes.rows, 16);
@@ -358,11 +268,9 @@ BackwardPlan backward_plan(const DeviceLimits& limits, const Backward& call) {
   // The encoder's sums, to which every frame adds, are held in shared memory, unless the score's
   // weights lie there: shared memory is taken from L1, where loads wait (65536 rows in float32: 496
   // us against 478).
-  plan.holds = Shape::kWhole && call.d_score == nullptr && fits({4, true});
+  plan.holds = call.d_score == nullptr && fits({4, true});
   while (plan.warps > 1 && !fits(plan)) plan.warps /= 2;
   return plan;
 }
-template BackwardPlan backward_plan<DefaultShape>(const DeviceLimits&, const Backward&);
-template BackwardPlan backward_plan<WideShape>(const DeviceLimits&, const Backward&);
 
 }  // namespace fusewise::cuda::autoencoder

@@ -22,8 +22,8 @@ struct Kernel {
 };
 
 /// In the order in which they are tried. The last one takes every call.
-extern const Kernel<AutoencoderForwardArguments> kForwardKernels[5];
-extern const Kernel<AutoencoderBackwardArguments> kBackwardKernels[5];
+extern const Kernel<AutoencoderForwardArguments> kForwardKernels[4];
+extern const Kernel<AutoencoderBackwardArguments> kBackwardKernels[4];
 
 /// The first kernel that neither declines nor yields.
 const Kernel<AutoencoderForwardArguments>& choose(const DeviceLimits& limits,
@@ -31,10 +31,9 @@ const Kernel<AutoencoderForwardArguments>& choose(const DeviceLimits& limits,
 const Kernel<AutoencoderBackwardArguments>& choose(const DeviceLimits& limits,
                                                    const AutoencoderBackwardArguments& call);
 
-/// How the kernels of forward.cu and backward.cu are laid out for a call.
-template <typename Shape>
-ForwardPlan forward_plan(const DeviceLimits& limits, const AutoencoderSizes& sizes);
-template <typename Shape>
+/// Warps of a block of forward.cu.
+int block16_warps(const DeviceLimits& limits, const AutoencoderSizes& sizes);
+/// How backward.cu is laid out for a call.
 BackwardPlan backward_plan(const DeviceLimits& limits, const AutoencoderBackwardArguments& call);
 
 }  // namespace fusewise::cuda::autoencoder
