@@ -44,8 +44,17 @@ foreach(isa portable avx2 avx512)
   list(APPEND isa_objects $<TARGET_OBJECTS:fusewise_${isa}>)
 endforeach()
 
+# Everything else that both libraries share, compiled once.
+add_library(fusewise_base OBJECT ${common_sources} ${cpu_sources})
+target_include_directories(fusewise_base PRIVATE include src)
+target_link_libraries(fusewise_base PRIVATE fusewise_options)
+if(FUSEWISE_WITH_BLAS)
+  target_compile_definitions(fusewise_base PRIVATE FUSEWISE_BLAS)
+  target_include_directories(fusewise_base PRIVATE ${FUSEWISE_CBLAS_INCLUDE})
+endif()
+
 function(fusewise_core_target name)
-  target_sources(${name} PRIVATE ${common_sources} ${cpu_sources} ${isa_objects})
+  target_sources(${name} PRIVATE $<TARGET_OBJECTS:fusewise_base> ${isa_objects})
   target_include_directories(${name}
     PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>
     PRIVATE ${PROJECT_SOURCE_DIR}/src)
@@ -60,8 +69,6 @@ add_library(fusewise STATIC)
 add_library(fusewise::fusewise ALIAS fusewise)
 fusewise_core_target(fusewise)
 if(FUSEWISE_WITH_BLAS)
-  target_compile_definitions(fusewise PRIVATE FUSEWISE_BLAS)
-  target_include_directories(fusewise PRIVATE ${FUSEWISE_CBLAS_INCLUDE})
   target_link_libraries(fusewise PRIVATE ${BLAS_LIBRARIES})
 endif()
 if(FUSEWISE_WITH_CUDA)
