@@ -22,7 +22,7 @@ function(fusewise_torch_library name core)
     bindings/torch/build_info.cpp
     bindings/torch/call.cpp
     bindings/torch/failure.cpp
-    bindings/torch/linear_act.cpp
+    bindings/torch/mlp.cpp
     bindings/torch/operators.cpp)
   target_compile_definitions(${name} PRIVATE TORCH_TARGET_VERSION=0x020b000000000000ULL)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)

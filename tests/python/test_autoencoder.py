@@ -173,7 +173,7 @@ def test_opcheck(device, output, dtypes):
         arguments = (case.gradient, *case.inputs, kept, output, False, needed, "")
         torch.library.opcheck(backward_op, arguments)
     explain = torch.ops.fusewise._autoencoder_explain.default
-    arguments = (*case.inputs, output, False, False, "")
+    arguments = (*case.inputs, output, False, False, False, "")
     torch.library.opcheck(explain, arguments, test_utils="test_schema")
 
 

@@ -39,7 +39,7 @@ def test_only_the_wanted_gradients_are_computed(device, activation, wanted):
         if any(wanted):
             y.backward(case.dy)
     forward, *backward = calls.seen
-    assert forward[0] is forward_op and forward[1][4] == any(wanted)  # save
+    assert forward[0] is forward_op and forward[1][7] == any(wanted)  # save
     assert y.requires_grad == any(wanted)
     for tensor, name, need in zip(inputs, OUTPUTS[1:], wanted, strict=True):
         assert (tensor.grad is not None) == need
@@ -47,8 +47,9 @@ def test_only_the_wanted_gradients_are_computed(device, activation, wanted):
             torch.testing.assert_close(tensor.grad, full[name])
     if any(wanted):
         ((op, arguments, results),) = backward
-        assert op is backward_op and arguments[5:8] == wanted
-        assert [result.numel() > 0 for result in results] == list(wanted)
+        needed = sum(need << i for i, need in enumerate(wanted))
+        assert op is backward_op and arguments[8] == needed
+        assert len(results) == sum(wanted)
 
 
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
@@ -60,7 +61,7 @@ def test_nothing_is_saved_without_gradients(device, mode):
         with mode(), Calls() as calls:
             y = linear_act(*inputs, activation)
         ((op, arguments, (_, saved)),) = calls.seen
-        assert op is forward_op and arguments[4] is False and saved.numel() == 0
+        assert op is forward_op and arguments[7] is False and saved.numel() == 0
         assert not y.requires_grad
         torch.testing.assert_close(y, expected)
 
@@ -119,7 +120,7 @@ def test_double_backward_with_a_frozen_weight_says_what_is_missing(device):
     case = make_case((4,), 6, 5, device)
     x = case.x.detach().requires_grad_()
     y = linear_act(x, case.w, case.b)
-    with pytest.raises(RuntimeError, match="^linear_act: a second backward needs x"):
+    with pytest.raises(RuntimeError, match="^linear_act: a second backward, .*, needs x"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 

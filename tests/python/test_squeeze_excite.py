@@ -199,7 +199,7 @@ def test_gradients_of_the_formula_on_meta_tensors():
 def test_opcheck_explain(device):
     case = make_case((2, 6, 4, 5), 3, device)
     explain = torch.ops.fusewise._squeeze_excite_explain.default
-    torch.library.opcheck(explain, (*case.arguments, False, ""), test_utils="test_schema")
+    torch.library.opcheck(explain, (*case.arguments, False, False, ""), test_utils="test_schema")
 
 
 def test_meta_tensors_get_shapes_and_strides():

@@ -55,12 +55,20 @@ class Function:
         except (RuntimeError, ValueError) as error:
             raise self._clear(error, tensors, words) from None
         if settings.records is not None:
-            self._record(tensors, words, flags, wants_gradient)
+            self.record(tensors, words, flags, wants_gradient)
         return y
 
     def _clear(self, error, tensors, words):
         named = zip((rule.name for rule in self.operator.inputs), tensors, strict=True)
         return self.operator.wrong_type(tensors, words) or _ops.rephrased(error, **dict(named))
+
+    def first_is_missing(self):
+        x, w = self.operator.inputs[0].name, self.operator.inputs[self.operator.first_is_for].name
+        return RuntimeError(
+            f"{self.name}: a second backward, or one for a batch of gradients, needs {x}, which is "
+            f"not kept where {w} needs no gradient; let {w} require one, or build the layer from "
+            "torch's own operators"
+        )
 
     def _with_torch(self, tensors, words, forced):
         why = "" if forced == TORCH else SEEN_THROUGH
@@ -71,13 +79,14 @@ class Function:
             record_torch(self.name, tensors[0], y, why)
         return y
 
-    def _record(self, tensors, words, flags, wants_gradient):
+    def record(self, tensors, words, flags, wants_gradient):
+        """Both directions, as they would run on these inputs."""
         names = {"forward": self.name, "backward": self._backward_name}
         for i, (direction, name) in enumerate(names.items()):
             if i > wants_gradient:
                 break
             answer = self.operator.explain(
-                *tensors, *words, *flags, i == 1, getattr(settings, name)
+                *tensors, *words, *flags, wants_gradient, i == 1, getattr(settings, name)
             )
             record(self.name, direction, tensors[0], answer)
 
@@ -89,9 +98,16 @@ class _Call(torch.autograd.Function):
     # `forward(ctx, ...)` and not `setup_context`: 172 against 204 µs forward and backward.
     @staticmethod
     def forward(ctx, function, words, flags, forced, forced_backward, *tensors):
-        y, saved = function.operator.forward(*tensors, *words, *flags, True, forced)
-        ctx.save_for_backward(*tensors, saved)
+        operator = function.operator
+        y, saved = operator.forward(*tensors, *words, *flags, True, forced)
         ctx.call = function, words, flags, forced_backward
+        reader = operator.first_is_for
+        if reader is not None and not ctx.needs_input_grad[_ARGUMENTS + reader]:
+            first, *others = tensors
+            if first.is_contiguous():  # backward needs its shape alone
+                ctx.first_shape = first.shape
+                tensors = (None, *others)
+        ctx.save_for_backward(*tensors, saved)
         return y
 
     @staticmethod
@@ -99,13 +115,17 @@ class _Call(torch.autograd.Function):
         function, words, flags, forced = ctx.call
         *tensors, saved = ctx.saved_tensors
         needed = ctx.needs_input_grad[_ARGUMENTS:]
+        operator = function.operator
         if needs_graph(gradient):
+            if tensors[0] is None:
+                raise function.first_is_missing()
 
             def formula(*tensors):
                 return function.formula(*tensors, *words)
 
             return *_NO_GRADIENT, *formula_gradients(formula, tensors, needed, gradient)
-        operator = function.operator
+        if tensors[0] is None:
+            tensors[0] = tensors[operator.first_is_for].new_empty(()).expand(ctx.first_shape)
         mask = 0
         for i, need in enumerate(needed):
             if need:
