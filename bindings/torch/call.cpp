@@ -152,7 +152,7 @@ bool join_leading(const char* name, const Tensor& tensor, TensorView& view) {
     joined = joined && strides[d] == view.strides[0] * view.sizes[0];
     view.sizes[0] *= sizes[d];
   }
-  return joined || tensor.numel() == 0;
+  return joined || view.numel() == 0;
 }
 
 TensorView view_of(const char* name, const Tensor& tensor) {
@@ -181,10 +181,10 @@ std::optional<Tensor> point_at(TensorView& view, const char* name, const Tensor&
   } else {
     view = view_of(name, tensor);
   }
-  const bool is_for_matrices = layout == Layout::rows || layout == Layout::matrix;
-  // The checks refuse what is no matrix. Without elements any strides will do.
-  if ((is_for_matrices && view.rank != 2) || tensor.numel() == 0) return std::nullopt;
   if (fits && lies_as(layout, view)) return std::nullopt;
+  // The checks refuse what is no matrix. Without elements any strides will do.
+  const bool is_for_matrices = layout == Layout::rows || layout == Layout::matrix;
+  if ((is_for_matrices && view.rank != 2) || view.numel() == 0) return std::nullopt;
   std::optional<Tensor> copy = dense(tensor);
   point_at(view, name, *copy, layout, leading);
   return copy;

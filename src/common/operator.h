@@ -123,6 +123,7 @@ std::string_view first_word(const Operator<F, B>& op, const Call& call) {
 /// what is read, then what is written.
 class GivenTensors {
  public:
+  /// Among the inputs of backward is the gradient that comes in.
   enum class Which { all, inputs };
 
   template <typename F, typename B>
@@ -147,11 +148,11 @@ class GivenTensors {
     for (const auto& t : op.tensors) {
       if (t.backward != nullptr && is_input(t)) add_read(t);
     }
-    if (which == Which::inputs) return;
     for (const auto& t : op.tensors) {
       if (t.gradient == nullptr || t.role != Role::output) continue;
       add(word, {&t, &t.gradient(tensors), true, overwrites_gradient(call), *t.with == 0});
     }
+    if (which == Which::inputs) return;
     for (const auto& t : op.tensors) {
       if (t.backward != nullptr && is_saved(t)) add_read(t);
     }

@@ -62,8 +62,10 @@ class Operator:
         self.inputs = [rule for rule in tensors if rule.role in ("input", "optional_input")]
         self._outputs = [rule for rule in tensors if rule.role == "output"]
         self._saved = [rule for rule in tensors if rule.role in ("saved", "optional_saved")]
-        self.read_back = [i for i, rule in enumerate(self.inputs) if rule.read]
-        """Which of the inputs backward gets."""
+        self._read = [i for i, rule in enumerate(self.inputs) if rule.read]
+        self.read_back = [*self._read, len(self.inputs)]
+        """Of the inputs, with what forward saved behind them, the places of those that backward
+        gets."""
         names = [rule.name for rule in self.inputs]
         only_for = self.inputs[0].only_for
         self.first_is_for = names.index(only_for) if only_for else None
@@ -188,7 +190,7 @@ class Operator:
         return result, saved[0].new_empty(sum(t.numel() for t in saved))
 
     def _fake_backward(self, gradient, *arguments):
-        read = [self.inputs[i] for i in self.read_back]
+        read = [self.inputs[i] for i in self._read]
         tensors, words = arguments[: len(read)], arguments[len(read) + 1 :][: len(self.choices)]
         needed = arguments[-2]
         sizes = self._check(list(zip(read, tensors, strict=True)), words)
