@@ -14,7 +14,7 @@ BIN := $(CURDIR)/.venv/bin
 # CMake finds ninja on the path.
 CMAKE := PATH="$(BIN):$$PATH" $(BIN)/cmake
 CTEST := PATH="$(BIN):$$PATH" $(BIN)/ctest -j $(shell nproc)
-CXX_FILES = $$(find include src bindings tests/cpp tests/fuzz examples benchmarks \
+CXX_FILES = $$(find include src bindings tests/cpp tests/fuzz examples benchmarks lab \
 	-name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
 .PHONY: help setup build lint format test test-core test-sanitize test-compat mutants bench fuzz-calls gpu \

@@ -3,24 +3,13 @@
 
 find_package(Threads REQUIRED)
 
-set(common_sources
-  src/common/activation.cpp
-  src/common/autoencoder.cpp
-  src/common/choices.cpp
-  src/common/description.cpp
-  src/common/linear_act.cpp
-  src/common/mlp.cpp
-  src/common/overlap.cpp
-  src/common/safetensors.cpp
-  src/common/scratch.cpp
-  src/common/squeeze_excite.cpp
-  src/common/tensor.cpp)
-set(cpu_sources
-  src/cpu/autoencoder.cpp
-  src/cpu/gemm.cpp
-  src/cpu/linear_act.cpp
-  src/cpu/squeeze_excite.cpp
-  src/cpu/threads.cpp)
+# A new file needs no line here.
+file(GLOB common_sources CONFIGURE_DEPENDS src/common/*.cpp)
+list(FILTER common_sources EXCLUDE REGEX no_cuda)
+file(GLOB cpu_sources CONFIGURE_DEPENDS src/cpu/*.cpp)
+set(kernel_sources ${cpu_sources})
+list(FILTER cpu_sources EXCLUDE REGEX _kernels)
+list(FILTER kernel_sources INCLUDE REGEX _kernels)
 
 # The CPU kernels, the same source once for each instruction set; the choice is made at run time.
 # -ffp-contract=off: fused multiply-adds are written where they are meant, see multiply_add.
@@ -32,20 +21,26 @@ set(isa_flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c
   -mprefer-vector-width=512)
 set(isa_objects "")
 foreach(isa portable avx2 avx512)
-  add_library(fusewise_${isa} OBJECT
-    src/cpu/autoencoder_kernels.cpp
-    src/cpu/linear_act_kernels.cpp
-    src/cpu/squeeze_excite_kernels.cpp)
+  add_library(fusewise_${isa} OBJECT ${kernel_sources})
   target_compile_definitions(fusewise_${isa} PRIVATE FUSEWISE_ISA=${isa})
-  target_compile_options(fusewise_${isa} PRIVATE -O3 -ffp-contract=off -mno-mmx
+  target_compile_options(fusewise_${isa} PRIVATE $<$<NOT:$<CONFIG:Debug>>:-O3> -ffp-contract=off -mno-mmx
     ${isa_flags_${isa}})
   target_include_directories(fusewise_${isa} PRIVATE include src)
   target_link_libraries(fusewise_${isa} PRIVATE fusewise_options)
   list(APPEND isa_objects $<TARGET_OBJECTS:fusewise_${isa}>)
 endforeach()
 
+# Everything else that both libraries share, compiled once.
+add_library(fusewise_base OBJECT ${common_sources} ${cpu_sources})
+target_include_directories(fusewise_base PRIVATE include src)
+target_link_libraries(fusewise_base PRIVATE fusewise_options)
+if(FUSEWISE_WITH_BLAS)
+  target_compile_definitions(fusewise_base PRIVATE FUSEWISE_BLAS)
+  target_include_directories(fusewise_base PRIVATE ${FUSEWISE_CBLAS_INCLUDE})
+endif()
+
 function(fusewise_core_target name)
-  target_sources(${name} PRIVATE ${common_sources} ${cpu_sources} ${isa_objects})
+  target_sources(${name} PRIVATE $<TARGET_OBJECTS:fusewise_base> ${isa_objects})
   target_include_directories(${name}
     PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>
     PRIVATE ${PROJECT_SOURCE_DIR}/src)
@@ -60,47 +55,18 @@ add_library(fusewise STATIC)
 add_library(fusewise::fusewise ALIAS fusewise)
 fusewise_core_target(fusewise)
 if(FUSEWISE_WITH_BLAS)
-  target_compile_definitions(fusewise PRIVATE FUSEWISE_BLAS)
-  target_include_directories(fusewise PRIVATE ${FUSEWISE_CBLAS_INCLUDE})
   target_link_libraries(fusewise PRIVATE ${BLAS_LIBRARIES})
 endif()
 if(FUSEWISE_WITH_CUDA)
-  set(cuda_sources
-    src/cuda/autoencoder/backward.cu
-    src/cuda/autoencoder/backward_frames.cu
-    src/cuda/autoencoder/copy_rows.cu
-    src/cuda/autoencoder/few_rows.cu
-    src/cuda/autoencoder/forward.cu
-    src/cuda/autoencoder/general.cu
-    src/cuda/autoencoder/norm_linear.cu
-    src/cuda/autoencoder/gradients.cu
-    src/cuda/autoencoder/implementations.cpp
-    src/cuda/autoencoder/many_rows.cu
-    src/cuda/autoencoder/pack.cu
-    src/cuda/autoencoder/selection.cpp
-    src/cuda/device.cu
-    src/cuda/gemm/algorithm_choice.cpp
-    src/cuda/gemm/algorithm_probe.cpp
-    src/cuda/gemm/copies.cu
-    src/cuda/gemm/cublaslt.cpp
-    src/cuda/gemm/padding.cpp
-    src/cuda/gemm/product.cpp
-    src/cuda/gemm/product_bucket.cpp
-    src/cuda/gemm/tuning.cpp
-    src/cuda/linear_act/implementations.cpp
-    src/cuda/linear_act/passes.cu
-    src/cuda/squeeze_excite/cluster.cu
-    src/cuda/squeeze_excite/cluster_plan.cpp
-    src/cuda/squeeze_excite/general.cu
-    src/cuda/squeeze_excite/images.cpp
-    src/cuda/squeeze_excite/implementations.cpp
-    src/cuda/squeeze_excite/two_pass.cu
-    src/cuda/squeeze_excite/weight_gradients.cu)
+  file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS src/cuda/*.cu src/cuda/*.cpp)
+  set(sm90a_sources ${cuda_sources})
+  list(FILTER cuda_sources EXCLUDE REGEX backward_groups)
+  list(FILTER sm90a_sources INCLUDE REGEX backward_groups)
   set_source_files_properties(src/cuda/device.cu PROPERTIES
     COMPILE_DEFINITIONS FUSEWISE_CUDA_ARCHITECTURES="${FUSEWISE_ARCHITECTURES}")
   set(cuda_options -Xcompiler=-Wall --expt-relaxed-constexpr)
   # Warpgroups' products are of sm_90a alone; no other GPU runs these kernels.
-  add_library(fusewise_sm90a OBJECT src/cuda/autoencoder/backward_groups.cu)
+  add_library(fusewise_sm90a OBJECT ${sm90a_sources})
   set_target_properties(fusewise_sm90a PROPERTIES
     CUDA_ARCHITECTURES 90a-real JOB_POOL_COMPILE nvcc)
   target_include_directories(fusewise_sm90a PRIVATE include src)

@@ -17,21 +17,26 @@ else()
   set(library_dir ${PROJECT_SOURCE_DIR}/python/fusewise/_lib)
 endif()
 
+function(fusewise_use_torch name)
+  target_compile_definitions(${name} PRIVATE TORCH_TARGET_VERSION=0x020b000000000000ULL)
+  target_include_directories(${name} SYSTEM PRIVATE ${torch_dir}/include)
+  target_link_libraries(${name} PRIVATE ${torch_dir}/lib/libtorch_cpu.so)
+  # torch is always loaded first, so its libraries are found by name; a path would be a private one.
+  set_target_properties(${name} PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "")
+  target_compile_options(${name} PRIVATE -ffile-prefix-map=${torch_dir}/=)
+endfunction()
+
 function(fusewise_torch_library name core)
   add_library(${name} MODULE ${ARGN}
     bindings/torch/build_info.cpp
     bindings/torch/call.cpp
     bindings/torch/failure.cpp
-    bindings/torch/linear_act.cpp
+    bindings/torch/mlp.cpp
     bindings/torch/operators.cpp)
-  target_compile_definitions(${name} PRIVATE TORCH_TARGET_VERSION=0x020b000000000000ULL)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
-  target_include_directories(${name} SYSTEM PRIVATE ${torch_dir}/include)
-  target_link_libraries(${name} PRIVATE ${core} fusewise_options ${torch_dir}/lib/libtorch_cpu.so)
-  # torch is always loaded first, so its libraries are found by name; a path would be a private one.
-  set_target_properties(${name} PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH ""
-    LIBRARY_OUTPUT_DIRECTORY ${library_dir})
-  target_compile_options(${name} PRIVATE -ffile-prefix-map=${torch_dir}/=)
+  target_link_libraries(${name} PRIVATE ${core} fusewise_options)
+  fusewise_use_torch(${name})
+  set_target_properties(${name} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${library_dir})
   target_link_options(${name} PRIVATE -Wl,--exclude-libs,ALL -Wl,--as-needed)
   install(TARGETS ${name} LIBRARY DESTINATION fusewise/_lib)
 endfunction()
@@ -64,7 +69,9 @@ function(fusewise_naive_library name)
   install(TARGETS ${name} LIBRARY DESTINATION fusewise/_lib)
 endfunction()
 
-fusewise_naive_library(fusewise_naive_cpu benchmarks/naive/linear.cpp benchmarks/naive/copy.cpp)
+fusewise_naive_library(fusewise_naive_cpu
+  benchmarks/naive/linear.cpp benchmarks/naive/copy.cpp benchmarks/naive/empty.cpp)
+fusewise_use_torch(fusewise_naive_cpu)
 if(FUSEWISE_WITH_CUDA)
   fusewise_naive_library(fusewise_naive
     benchmarks/naive/linear.cu benchmarks/naive/squeeze_excite.cu)

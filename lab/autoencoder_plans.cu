@@ -1,9 +1,11 @@
 // Laboratory: the autoencoder's kernels against an fp64 reference on the CPU, beside a plain fp32
 // evaluation of the same formula, then their times by graph replay on rotating buffers. Not
-// shipped; built by hand with nvcc from this file, the sources in src/cuda and src/common that it
-// needs, and cuBLASLt.
+// shipped.
 //
-//   autoencoder_plans check|large|small|time|sizes|profile [f32|tf32|bf16|bf16/f32|f16|f64]
+//   cmake --preset core -DFUSEWISE_LAB=ON && cmake --build --preset core
+//   build/core/lab/autoencoder_plans check|large|small|time|sizes|profile [DTYPE]
+//
+// DTYPE: f32, tf32, bf16, bf16/f32, f16 or f64.
 //
 // large: 65536 rows; small: few rows, for compute-sanitizer; sizes: other models than the default
 // one, fused and by products; profile: one call each way, for ncu.
@@ -24,10 +26,12 @@
 #include "cuda/cuda_error.h"
 #include "cuda/device.h"
 #include "cuda/vector.cuh"
+#include "timing.h"
 
 using namespace fusewise;
 using namespace fusewise::cuda;
 using namespace fusewise::cuda::autoencoder;
+using lab::time_us;
 
 namespace {
 
@@ -514,35 +518,6 @@ void check_bad_row(const Problem& p, const char* name, float value, const Forwar
   std::printf("  %-28s row with %g: %lld values not NaN, %lld in other rows\n", name, value,
               static_cast<long long>(missing), static_cast<long long>(spread));
   cudaFree(gx);
-}
-
-double time_us(cudaStream_t stream, int calls, const std::function<void(int)>& run) {
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  for (int i = 0; i < calls; ++i) run(i);
-  check_cuda(cudaStreamEndCapture(stream, &graph), "end capture");
-  check_cuda(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-  cudaEvent_t a, b;
-  cudaEventCreate(&a);
-  cudaEventCreate(&b);
-  check_cuda(cudaGraphLaunch(exec, stream), "warm-up");
-  std::vector<float> times;
-  for (int i = 0; i < 7; ++i) {
-    cudaEventRecord(a, stream);
-    cudaGraphLaunch(exec, stream);
-    cudaEventRecord(b, stream);
-    check_cuda(cudaEventSynchronize(b), "timing");
-    float ms;
-    cudaEventElapsedTime(&ms, a, b);
-    times.push_back(ms * 1000 / calls);
-  }
-  std::sort(times.begin(), times.end());
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
-  cudaEventDestroy(a);
-  cudaEventDestroy(b);
-  return times[times.size() / 2];
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Which of cuBLASLt's epilogues fuse, and which win: the tables of docs/journal/linear.md.
 //
-//   nvcc -std=c++20 -O2 lab/linear_epilogues.cpp -lcublasLt -o build/lab/linear_epilogues
+//   cmake --preset core -DFUSEWISE_LAB=ON && cmake --build --preset core
+//   build/core/lab/linear_epilogues
 //
 // For each size, type, product and epilogue: the time of the heuristic's first algorithm, that of
 // the fastest of its candidates, and how many nodes a call puts into a graph (a fused epilogue adds
@@ -18,14 +19,9 @@
 #include <cstdlib>
 #include <vector>
 
-namespace {
+#include "timing.h"
 
-void check(bool right, const char* what) {
-  if (right) return;
-  std::printf("failed: %s (%s)\n", what, cudaGetErrorString(cudaGetLastError()));
-  std::exit(1);
-}
-#define CHECK(call) check((call) == 0, #call)
+namespace {
 
 struct Type {
   const char* name;
@@ -60,20 +56,17 @@ constexpr Epilogue kWeightGradient[] = {
     {"bias gradient", CUBLASLT_EPILOGUE_BGRADB, true, false, false}};
 
 constexpr std::size_t kWorkspace = 32 << 20;
-constexpr int kCandidates = 8, kCalls = 20, kRounds = 3;
-constexpr float kSampleMs = 3;
+constexpr int kCandidates = 8, kCalls = 20;
+constexpr double kSampleUs = 3000;
 
 struct Machine {
   cublasLtHandle_t library{};
   cudaStream_t stream{};
-  cudaEvent_t begin{}, end{};
   void* workspace = nullptr;
 
   Machine() {
     CHECK(cublasLtCreate(&library));
     CHECK(cudaStreamCreate(&stream));
-    CHECK(cudaEventCreate(&begin));
-    CHECK(cudaEventCreate(&end));
     CHECK(cudaMalloc(&workspace, kWorkspace));
   }
 };
@@ -140,45 +133,20 @@ struct Product {
                          machine.stream));
   }
 
-  cudaGraph_t graph(const cublasLtMatmulAlgo_t& algorithm, int calls) const {
-    cudaGraph_t made{};
-    CHECK(cudaStreamBeginCapture(machine.stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < calls; ++i) run(algorithm);
-    CHECK(cudaStreamEndCapture(machine.stream, &made));
-    return made;
-  }
-
   std::size_t nodes(const cublasLtMatmulAlgo_t& algorithm) const {
-    const cudaGraph_t made = graph(algorithm, 1);
+    const cudaGraph_t made = lab::capture(machine.stream, 1, [&](int) { run(algorithm); });
     std::size_t count = 0;
     CHECK(cudaGraphGetNodes(made, nullptr, &count));
     CHECK(cudaGraphDestroy(made));
     return count;
   }
 
-  float microseconds(const cublasLtMatmulAlgo_t& algorithm) const {
-    const auto time = [&](auto work) {
-      float ms = 0;
-      CHECK(cudaEventRecord(machine.begin, machine.stream));
-      work();
-      CHECK(cudaEventRecord(machine.end, machine.stream));
-      CHECK(cudaEventSynchronize(machine.end));
-      CHECK(cudaEventElapsedTime(&ms, machine.begin, machine.end));
-      return ms;
-    };
-    run(algorithm);
-    const float once = time([&] { run(algorithm); });
-    const int calls = std::clamp(static_cast<int>(kSampleMs / once), 2, kCalls);
-    const cudaGraph_t made = graph(algorithm, calls);
-    cudaGraphExec_t ready{};
-    CHECK(cudaGraphInstantiate(&ready, made, 0));
-    float best = once;
-    for (int i = 0; i < kRounds; ++i) {
-      best = std::min(best, time([&] { CHECK(cudaGraphLaunch(ready, machine.stream)); }) / calls);
-    }
-    CHECK(cudaGraphExecDestroy(ready));
-    CHECK(cudaGraphDestroy(made));
-    return best * 1000;
+  double microseconds(const cublasLtMatmulAlgo_t& algorithm) const {
+    run(algorithm);  // loads its kernels, which a capture may not
+    const auto call = [&](int) { run(algorithm); };
+    const double once = lab::time_us(machine.stream, 1, call);
+    const int calls = std::clamp(static_cast<int>(kSampleUs / once), 2, kCalls);
+    return lab::time_us(machine.stream, calls, call);
   }
 
  private:
@@ -195,10 +163,10 @@ void report(const Product& product, const char* size, const char* type, const ch
     std::printf("| %s | %s | %s | %s | none | | |\n", size, type, which, epilogue);
     return;
   }
-  float first = 0, best = 0;
+  double first = 0, best = 0;
   std::size_t winner = 0;
   for (std::size_t i = 0; i < algorithms.size(); ++i) {
-    const float us = product.microseconds(algorithms[i]);
+    const double us = product.microseconds(algorithms[i]);
     if (i == 0) first = best = us;
     if (us < best) best = us, winner = i;
   }

@@ -1,9 +1,8 @@
 // Laboratory: the passes of linear + activation beside a plain copy, by graph replay: on one set of
 // buffers where these fit the cache ("warm"), and on rotating ones ("cold"). Not shipped.
 //
-//   nvcc -std=c++20 -O3 -arch=sm_90 --extended-lambda --expt-relaxed-constexpr -Iinclude -Isrc
-//       lab/linear_passes.cu src/cuda/device.cu src/common/scratch.cpp src/common/tensor.cpp
-//       -o build/lab/linear_passes
+//   cmake --preset core -DFUSEWISE_LAB=ON && cmake --build --preset core
+//   build/core/lab/linear_passes
 
 #include <algorithm>
 #include <cstdio>
@@ -11,7 +10,9 @@
 #include <vector>
 
 #include "cuda/cuda_error.h"
-#include "cuda/linear_act/passes.cu"
+#include "cuda/linear_act/passes.cuh"
+#include "cuda/vector.cuh"
+#include "timing.h"
 
 namespace fusewise::cuda {
 namespace {
@@ -47,31 +48,6 @@ __global__ void __launch_bounds__(256) copy(const uint4* from, uint4* to, std::s
   if (i < count) to[i] = from[i];
 }
 
-/// Median of nine replays, a call.
-float microseconds(cudaStream_t stream, int calls, const std::function<void(int)>& call) {
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
-  for (int i = 0; i < calls; ++i) call(i);
-  check_cuda(cudaStreamEndCapture(stream, &graph), "capturing");
-  check_cuda(cudaGraphInstantiate(&executable, graph, 0), "capturing");
-  cudaEvent_t begin, end;
-  cudaEventCreate(&begin);
-  cudaEventCreate(&end);
-  std::vector<float> times(9);
-  for (float& time : times) {
-    cudaEventRecord(begin, stream);
-    cudaGraphLaunch(executable, stream);
-    cudaEventRecord(end, stream);
-    check_cuda(cudaEventSynchronize(end), "replaying");
-    cudaEventElapsedTime(&time, begin, end);
-  }
-  std::sort(times.begin(), times.end());
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  return times[4] * 1000 / calls;
-}
-
 template <typename T>
 void measure(const Context& context, unsigned char* memory, DType dtype, std::int64_t rows,
              std::int64_t columns, bool cold) {
@@ -92,7 +68,7 @@ void measure(const Context& context, unsigned char* memory, DType dtype, std::in
     call(0);
     std::printf("%lldx%lld %s %s %s %.2f\n", static_cast<long long>(rows),
                 static_cast<long long>(columns), sizeof(T) == 4 ? "float32" : "bfloat16",
-                cold ? "cold" : "warm", name, microseconds(stream, std::max(sets, 20), call));
+                cold ? "cold" : "warm", name, lab::time_us(stream, std::max(sets, 20), call));
   };
   run("copy", [&](int i) {
     copy<<<(bytes / 16 + 255) / 256, 256, 0, stream>>>(

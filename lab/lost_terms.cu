@@ -1,6 +1,7 @@
 // Which of cuBLASLt's algorithms lose terms of a sum, and when: docs/journal/linear.md.
 //
-//   nvcc -std=c++20 -O2 -arch=sm_90 lab/lost_terms.cu -lcublasLt -o build/lab/lost_terms
+//   cmake --preset core -DFUSEWISE_LAB=ON && cmake --build --preset core
+//   build/core/lab/lost_terms
 //
 // d = a^T b with a of ones and b[k][j] = 1 where k % n == j, so that every row counts in one column
 // and d tells how many were added. Each suggested algorithm that cuts the sum into parts runs with
@@ -17,14 +18,9 @@
 #include <string>
 #include <vector>
 
-namespace {
+#include "timing.h"
 
-void check(bool right, const char* what) {
-  if (right) return;
-  std::printf("failed: %s (%s)\n", what, cudaGetErrorString(cudaGetLastError()));
-  std::exit(1);
-}
-#define CHECK(call) check((call) == 0, #call)
+namespace {
 
 constexpr std::size_t kWorkspace = 32 << 20;
 constexpr int kCandidates = 8;

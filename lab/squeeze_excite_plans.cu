@@ -1,7 +1,9 @@
 // Laboratory: times the cluster kernels under many plans, beside the two-pass and general ones, for
 // EfficientNet-B4's blocks (batch 32, float16, channels-last) and other shapes; each result
-// is compared with the general one first. Cold L2: buffers rotate. Not shipped; built by hand with
-// nvcc from this file, src/cuda and the two sources of src/common that they need.
+// is compared with the general one first. Cold L2: buffers rotate. Not shipped.
+//
+//   cmake --preset core -DFUSEWISE_LAB=ON && cmake --build --preset core
+//   build/core/lab/squeeze_excite_plans
 
 #include <cuda_fp16.h>
 
@@ -19,9 +21,11 @@
 #include "cuda/squeeze_excite/general.cuh"
 #include "cuda/squeeze_excite/two_pass.cuh"
 #include "fusewise/squeeze_excite.h"
+#include "timing.h"
 
 using namespace fusewise;
 using namespace fusewise::cuda;
+using lab::time_us;
 
 namespace {
 
@@ -70,35 +74,6 @@ struct Case {
   DType dtype;
   bool planar;
 };
-
-double time_us(cudaStream_t stream, int calls, const std::function<void(int)>& run) {
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  for (int i = 0; i < calls; ++i) run(i);
-  check_cuda(cudaStreamEndCapture(stream, &graph), "end capture");
-  check_cuda(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-  cudaEvent_t a, b;
-  cudaEventCreate(&a);
-  cudaEventCreate(&b);
-  check_cuda(cudaGraphLaunch(exec, stream), "warm-up");
-  std::vector<float> times;
-  for (int i = 0; i < 5; ++i) {
-    cudaEventRecord(a, stream);
-    cudaGraphLaunch(exec, stream);
-    cudaEventRecord(b, stream);
-    check_cuda(cudaEventSynchronize(b), "timing");
-    float ms;
-    cudaEventElapsedTime(&ms, a, b);
-    times.push_back(ms * 1000 / calls);
-  }
-  std::sort(times.begin(), times.end());
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
-  cudaEventDestroy(a);
-  cudaEventDestroy(b);
-  return times[times.size() / 2];
-}
 
 }  // namespace
 

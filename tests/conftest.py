@@ -67,6 +67,15 @@ def _same_numbers_every_time():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def few_threads():
+    """Small matrices: where cores are busy, threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def run_python():
     """Runs a program in a fresh interpreter that finds the same modules; fails where it fails."""

@@ -8,8 +8,9 @@ cd "$(dirname "$0")/.."
 pip=(.venv-compat/bin/python -m pip --disable-pip-version-check)
 
 # `pip install .` in its two halves, so that the wheel can be looked at in between.
+# The compiler by the name that CMake finds: by another one, ccache would not know the files again.
 rm -rf build/wheel
-"${pip[@]}" wheel . --no-deps --wheel-dir build/wheel
+CC=${CC:-cc} CXX=${CXX:-c++} "${pip[@]}" wheel . --no-deps --wheel-dir build/wheel
 .venv/bin/python tools/check_wheel.py build/wheel/*.whl
 .venv/bin/python tools/check_leaks.py build/wheel/*.whl
 "${pip[@]}" install --upgrade --upgrade-strategy eager torch pytest

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <array>
 #include <string>
 
 #include "common/check.h"
@@ -13,6 +14,13 @@ namespace fusewise::binding {
 namespace {
 
 using torch::headeronly::ScalarType;
+
+constexpr std::size_t kMostDimensions = 64;  // that torch's own operators take
+
+void check_dimensions(std::size_t dimensions) {
+  check(dimensions <= kMostDimensions, "x: expected at most ", kMostDimensions, " dimensions, got ",
+        dimensions);
+}
 
 /// As Python spells the types that the core does not know.
 const char* other_dtype_name(ScalarType type) {
@@ -53,6 +61,16 @@ DType dtype_of(const char* name, const Tensor& tensor) {
     default:
       fail(name, ": expected a floating dtype, got ", other_dtype_name(tensor.scalar_type()));
   }
+}
+
+/// Data, dtype and device; sizes are left open. Of a scalar that is all.
+TensorView kind_of(const char* name, const Tensor& tensor) {
+  TensorView view;
+  view.dtype = dtype_of(name, tensor);
+  view.device = device_of(name, tensor);
+  view.data = const_cast<void*>(tensor.const_data_ptr());
+  view.rank = 0;
+  return view;
 }
 
 /// A new tensor, ready to be written.
@@ -116,12 +134,25 @@ Device device_of(const char* name, const Tensor& tensor) {
 
 std::int64_t bytes_of(const Tensor& tensor) { return tensor.numel() * tensor.element_size(); }
 
-TensorView kind_of(const char* name, const Tensor& tensor) {
-  TensorView view;
-  view.dtype = dtype_of(name, tensor);
-  view.device = device_of(name, tensor);
-  view.data = const_cast<void*>(tensor.const_data_ptr());
-  return view;
+bool join_leading(const char* name, const Tensor& tensor, TensorView& view) {
+  view = kind_of(name, tensor);
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  const int last = static_cast<int>(sizes.size()) - 1;
+  if (last < 0) return true;
+  view.rank = 2;
+  view.sizes[0] = 1;
+  view.sizes[1] = sizes[last];
+  view.strides[0] = sizes[last];
+  view.strides[1] = strides[last];
+  bool joined = true;
+  for (int d = last - 1; d >= 0; --d) {
+    if (sizes[d] == 1) continue;
+    if (view.sizes[0] == 1) view.strides[0] = strides[d];
+    joined = joined && strides[d] == view.strides[0] * view.sizes[0];
+    view.sizes[0] *= sizes[d];
+  }
+  return joined || view.numel() == 0;
 }
 
 TensorView view_of(const char* name, const Tensor& tensor) {
@@ -142,6 +173,23 @@ TensorView view_of(const char* name, const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? view_of(name, *tensor) : TensorView();
 }
 
+std::optional<Tensor> point_at(TensorView& view, const char* name, const Tensor& tensor,
+                               Layout layout, bool leading) {
+  bool fits = true;
+  if (leading) {
+    fits = join_leading(name, tensor, view);
+  } else {
+    view = view_of(name, tensor);
+  }
+  if (fits && lies_as(layout, view)) return std::nullopt;
+  // The checks refuse what is no matrix. Without elements any strides will do.
+  const bool is_for_matrices = layout == Layout::rows || layout == Layout::matrix;
+  if ((is_for_matrices && view.rank != 2) || view.numel() == 0) return std::nullopt;
+  std::optional<Tensor> copy = dense(tensor);
+  point_at(view, name, *copy, layout, leading);
+  return copy;
+}
+
 Tensor dense(const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   return torch_call("a dense copy", device_of("x", tensor), bytes_of(tensor),
@@ -153,12 +201,28 @@ std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
   return dense(*tensor);
 }
 
-Tensor new_dense(const Tensor& like, DType dtype, std::vector<std::int64_t> sizes) {
-  std::vector<std::int64_t> strides(sizes.size(), 1);
-  for (int d = static_cast<int>(sizes.size()) - 2; d >= 0; --d) {
-    strides[d] = strides[d + 1] * std::max<std::int64_t>(sizes[d + 1], 1);
+Tensor new_dense(const Tensor& like, DType dtype, std::span<const std::int64_t> sizes) {
+  check_dimensions(sizes.size());
+  std::array<std::int64_t, kMostDimensions> strides;
+  const std::size_t rank = sizes.size();
+  for (std::size_t d = rank; d-- > 0;) {
+    strides[d] = d + 1 == rank ? 1 : strides[d + 1] * std::max<std::int64_t>(sizes[d + 1], 1);
   }
-  return empty_strided(like, torch_dtype(dtype), sizes.size(), sizes.data(), strides.data());
+  return empty_strided(like, torch_dtype(dtype), static_cast<std::int64_t>(sizes.size()),
+                       sizes.data(), strides.data());
+}
+
+Tensor new_dense(const Tensor& like, DType dtype, std::initializer_list<std::int64_t> sizes) {
+  return new_dense(like, dtype, std::span(sizes.begin(), sizes.size()));
+}
+
+Tensor new_with_last(const Tensor& like, DType dtype, std::int64_t last) {
+  const auto leading = like.sizes();
+  check_dimensions(leading.size());
+  std::array<std::int64_t, kMostDimensions> sizes;
+  std::copy(leading.begin(), leading.end(), sizes.begin());
+  sizes[leading.size() - 1] = last;
+  return new_dense(like, dtype, std::span(sizes.data(), leading.size()));
 }
 
 Tensor new_like(const Tensor& like) {

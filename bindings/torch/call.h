@@ -7,8 +7,10 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
+#include "common/description.h"
 #include "fusewise/context.h"
 #include "fusewise/error.h"
 #include "fusewise/implementation.h"
@@ -17,9 +19,6 @@
 namespace fusewise::binding {
 
 using torch::stable::Tensor;
-
-/// Data, dtype and device; sizes are left open. Throws as view_of.
-TensorView kind_of(const char* name, const Tensor& tensor);
 
 /// Throws Error naming the argument where the tensor is on a device that the core does not know.
 Device device_of(const char* name, const Tensor& tensor);
@@ -30,12 +29,25 @@ std::int64_t bytes_of(const Tensor& tensor);
 TensorView view_of(const char* name, const Tensor& tensor);
 TensorView view_of(const char* name, const std::optional<Tensor>& tensor);
 
+/// Points `view` at a tensor [..., K] as the matrix [M, K]; false where its leading dimensions
+/// cannot be walked as one. A scalar stays one. Throws as view_of, but takes any number of
+/// dimensions.
+bool join_leading(const char* name, const Tensor& tensor, TensorView& view);
+
+/// Points `view` at a tensor, with `leading` as above; at a dense copy, which is returned, where
+/// the tensor does not lie as the layout asks.
+std::optional<Tensor> point_at(TensorView& view, const char* name, const Tensor& tensor,
+                               Layout layout, bool leading);
+
 /// The tensor itself where it is dense, else a dense copy. Throws OutOfMemory.
 Tensor dense(const Tensor& tensor);
 std::optional<Tensor> dense(const std::optional<Tensor>& tensor);
 
 /// Uninitialised, row-major, on the device of `like`. Throws OutOfMemory.
-Tensor new_dense(const Tensor& like, DType dtype, std::vector<std::int64_t> sizes);
+Tensor new_dense(const Tensor& like, DType dtype, std::span<const std::int64_t> sizes);
+Tensor new_dense(const Tensor& like, DType dtype, std::initializer_list<std::int64_t> sizes);
+/// The same with the leading sizes of `like`, and `last` behind them.
+Tensor new_with_last(const Tensor& like, DType dtype, std::int64_t last);
 /// As torch.empty_like: strides and all. Throws OutOfMemory.
 Tensor new_like(const Tensor& like);
 

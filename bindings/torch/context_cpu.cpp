@@ -44,11 +44,14 @@ Tensor tensor_of(const TensorView& view) {
 
 /// What torch's linear takes for matrices, but without the dispatcher and into memory that is
 /// there. Of x with more dimensions than two, torch's linear may round the product before it adds
-/// the bias; here all are matrices.
+/// the bias; here all are matrices. Tiny ones are left to the library's own loops, which are done
+/// before torch has looked at its arguments.
 class TorchGemm : public Gemm {
  public:
   bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
                 const TensorView& d) override {
+    constexpr std::int64_t kTiny = 4096;  // multiplications
+    if (a.numel() * d.sizes[1] <= kTiny) return false;
     const Tensor left = tensor_of(a), right = tensor_of(b), out = tensor_of(d);
     const AOTITorchError status = bias.defined()
                                       ? aoti_torch_cpu_addmm_out(out.get(), tensor_of(bias).get(),
@@ -65,14 +68,13 @@ class TorchGemm : public Gemm {
 
 void check_works(Device) {}
 
-struct CallContext::State {
-  TorchThreads threads;
-  TorchGemm gemm;
-};
+struct CallContext::State {};
 
-CallContext::CallContext(const Tensor&) : state_(std::make_unique<State>()) {
-  context_.executor = &state_->threads;
-  context_.gemm = &state_->gemm;
+CallContext::CallContext(const Tensor&) {
+  static TorchThreads threads;  // neither has anything of its own
+  static TorchGemm gemm;
+  context_.executor = &threads;
+  context_.gemm = &gemm;
 }
 
 CallContext::~CallContext() = default;

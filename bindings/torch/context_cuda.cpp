@@ -1,11 +1,10 @@
 // The CUDA library's context: the tensor's device, torch's current stream there, torch's memory.
 
-#include <torch/csrc/stable/accelerator.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "call.h"
+#include "common/backends.h"
 #include "cuda/cuda_error.h"
 #include "failure.h"
 
@@ -48,6 +47,7 @@ class TorchMemory : public Allocator {
 /// capture that forbids torch's allocations is invalid once one was tried.
 void check_works(Device device) {
   if (device.type != DeviceType::cuda) return;
+  const cuda::CurrentDevice current(device);
   std::size_t free = 0, total = 0;
   cuda::check_cuda(cudaMemGetInfo(&free, &total), "an earlier operation");
   void* stream = nullptr;
@@ -60,9 +60,10 @@ void check_works(Device device) {
   }
 }
 
+/// No guard of the device: the core has its own around every launch, and torch's functions are told
+/// the device or find it in their tensors.
 struct CallContext::State {
-  explicit State(std::int32_t device) : guard(device), memory(device) {}
-  torch::stable::accelerator::DeviceGuard guard;
+  explicit State(std::int32_t device) : memory(device) {}
   TorchMemory memory;
 };
 

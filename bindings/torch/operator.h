@@ -5,16 +5,18 @@
 //   _NAME(inputs, choices, flags, save, implementation) -> (output, saved)
 //   _NAME_backward(gradient, inputs that backward reads, saved, choices, flags, needed,
 //                  implementation) -> gradients of the inputs whose bits are set in `needed`
-//   _NAME_explain(inputs, choices, flags, backward, implementation) -> text
+//   _NAME_explain(inputs, choices, flags, save, backward, implementation) -> text
 //   _NAME_description() -> text
 //
 // `saved` is the one tensor that forward saves, or several one after another; empty where `save` is
-// false.
+// false or there is none.
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <array>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "call.h"
@@ -39,7 +41,7 @@ class TorchCall {
 
   /// Takes over all values on the stack, in the schema's order, before anything can fail: what is
   /// left there would never be freed.
-  explicit TorchCall(StableIValue* stack) : next_(stack) {
+  explicit TorchCall(StableIValue* stack, bool explains = false) : next_(stack) {
     if constexpr (kBackward) gradient_ = take<Tensor>();
     for (std::size_t i = 0; i < kOperator.tensors.size(); ++i) {
       const Rule& t = kOperator.tensors[i];
@@ -60,58 +62,61 @@ class TorchCall {
     } else {
       mode_ = take<bool>() ? 1 : 0;
     }
+    if (explains) explains_backward_ = take<bool>();
     implementation_ = take<Text>();
     call.implementation = implementation_;
   }
 
-  /// `save`, `backward` or `needed`.
-  std::int64_t mode() const { return mode_; }
+  bool saves() const { return mode_ != 0; }
+  bool explains_backward() const { return explains_backward_; }
   const Tensor& first() const { return *tensors_[0]; }
-  const Text& word(std::size_t choice) const { return words_[choice]; }
 
-  /// Points the call at its inputs, and checks them.
+  /// Points the call at its inputs, and backward's at the gradient that comes in, and checks them.
   void read_inputs(Device device) {
     for (std::size_t i = 0; i < kOperator.tensors.size(); ++i) {
       const Rule& t = kOperator.tensors[i];
       if (!tensors_[i].has_value()) continue;
-      if (t.layout == Layout::dense) tensors_[i] = dense(*tensors_[i]);
-      place(t)(call) = view_of(t.name, *tensors_[i]);
+      TensorView& view = place(t)(call);
+      if (is_read(t)) {
+        hold(point_at(view, t.name, *tensors_[i], t.layout, has_leading(t.shape)));
+      } else {
+        point_at_shape(view, t, *tensors_[i]);
+      }
+    }
+    if constexpr (kBackward) {
+      for (const Rule& t : kOperator.tensors) {
+        if (!is_output(t)) continue;
+        hold(point_at(t.gradient(call), "gradient", *gradient_, Layout::any, has_leading(t.shape)));
+      }
     }
     for (std::size_t i = 0; i < kOperator.rules.choices.size(); ++i) {
-      check_choice(kOperator.rules.choices[i], words_[i]);
-      if (i >= kOperator.choices.size()) continue;
-      if constexpr (kBackward) {
-        kOperator.choices[i].set_backward(call, words_[i]);
-      } else {
-        kOperator.choices[i].set_forward(call, words_[i]);
-      }
+      const std::size_t value = check_choice(kOperator.rules.choices[i], words_[i]);
+      if (i < kOperator.choices.size()) kOperator.choices[i].set(call, value);
     }
     sizes_ = check_tensors(kOperator.rules,
                            GivenTensors(kOperator, call, GivenTensors::Which::inputs), device);
   }
 
   /// Whether the call's choices lead to this output.
-  bool is_output(const Rule& t) const {
-    return t.role == Role::output && (*t.with == 0 || words_[0] == t.with);
-  }
+  bool is_output(const Rule& t) const { return t.role == Role::output && is_with(t, words_[0]); }
+  bool is_needed(std::size_t input) const { return (mode_ >> input & 1) != 0; }
 
-  /// A result without data: an output, or the gradient of an input.
-  TensorView foreseen_result(const Rule& t) const {
-    if (const std::size_t like = model_of(t); tensors_[like].has_value()) {
-      return place(kOperator.tensors[like])(const_cast<Call&>(call));
-    }
-    return foreseen(t);
-  }
+  /// An output, or the gradient of an input.
   Tensor new_result(const Rule& t) const {
     const std::size_t like = model_of(t);
-    if (tensors_[like].has_value() && t.layout == Layout::any) return new_like(*tensors_[like]);
-    return new_dense(foreseen_result(t));
+    if (!tensors_[like].has_value()) {
+      const TensorView view = foreseen(t);
+      if (!has_leading(t.shape)) return new_dense(view);
+      return new_with_last(first(), view.dtype, view.sizes[view.rank - 1]);
+    }
+    if (t.layout != Layout::dense) return new_like(*tensors_[like]);
+    return new_dense(place(kOperator.tensors[like])(const_cast<Call&>(call)));
   }
 
   TensorView foreseen_saved() const {
     TensorView all;
     for (const Rule& t : kOperator.tensors) {
-      if (!is_saved(t)) continue;
+      if (!is_saved(t) || !is_with(t, words_[0])) continue;
       const TensorView one = foreseen(t);
       if (!all.defined()) {
         all = one;
@@ -120,26 +125,21 @@ class TorchCall {
       all.sizes[0] = all.numel() + one.numel();
       all.strides[0] = all.rank = 1;
     }
-    return all;
+    return all.defined() ? all : nothing();
   }
-  Tensor new_saved() const { return new_dense(foreseen_saved()); }
-  Tensor nothing_saved() const { return binding::new_dense(first(), DType::f32, {0}); }
-  void point_at_saved(const TensorView& saved) {
-    auto* data = static_cast<char*>(saved.data);
+  Tensor new_saved(bool save) const { return new_dense(save ? foreseen_saved() : nothing()); }
+  void point_at_saved(void* saved) {
+    auto* data = static_cast<char*>(saved);
     for (const Rule& t : kOperator.tensors) {
-      if (!is_saved(t)) continue;
+      if (!is_saved(t) || !is_with(t, words_[0])) continue;
       TensorView& view = place(t)(call) = foreseen(t);
       view.data = data;
       data += view.numel() * size_of(view.dtype);
     }
   }
 
-  /// Of backward: points the call at what came from forward and at the gradient that comes in, and
-  /// checks these.
-  void read_saved_and_gradient(Device device) {
-    for (const Rule& t : kOperator.tensors) {
-      if (is_output(t)) t.gradient(call) = view_of("gradient", *gradient_);
-    }
+  /// Of backward: points the call at what came from forward, and checks it.
+  void read_saved(Device device) {
     saved_ = dense(*saved_);  // hooks on saved tensors may bring back any strides
     const TensorView saved = view_of("saved", *saved_), expected = foreseen_saved();
     check(saved.device == device, "saved: expected a tensor on ", device, ", got one on ",
@@ -147,11 +147,40 @@ class TorchCall {
     check(saved.dtype == expected.dtype && saved.numel() == expected.numel(),
           "saved: expected the ", expected.numel(), " ", expected.dtype,
           " values that forward saved, got ", saved.numel(), " of ", saved.dtype);
-    point_at_saved(saved);
-    check_tensors(kOperator.rules, GivenTensors(kOperator, call), device);
+    point_at_saved(saved.data);
   }
 
  private:
+  static TensorView nothing() { return {nullptr, DType::f32, {}, {0}}; }
+
+  /// Keeps a copy for the time of the call.
+  void hold(std::optional<Tensor> copy) {
+    if (copy.has_value()) copies_.push_back(*std::move(copy));
+  }
+
+  /// Whether the core reads what is in an input. For backward that may depend on what is needed.
+  bool is_read(const Rule& t) const {
+    if constexpr (kBackward) {
+      std::size_t input = 0;
+      for (const Rule& other : kOperator.tensors) {
+        if (!is_input(other)) continue;
+        if (t.only_for != nullptr && other.gradient == t.only_for) return is_needed(input);
+        ++input;
+      }
+    }
+    return true;
+  }
+  /// Of what nobody reads, the shape is enough: no strides are wrong.
+  static void point_at_shape(TensorView& view, const Rule& t, const Tensor& tensor) {
+    if (has_leading(t.shape)) {
+      join_leading(t.name, tensor, view);
+    } else {
+      view = view_of(t.name, tensor);
+    }
+    view.strides[0] = view.sizes[1];
+    view.strides[1] = 1;
+  }
+
   template <typename Value>
   Value take() {
     return torch::stable::detail::to<Value>(*next_++);
@@ -187,15 +216,16 @@ class TorchCall {
   }
 
   Tensor new_dense(const TensorView& view) const {
-    return binding::new_dense(first(), view.dtype,
-                              {view.sizes.begin(), view.sizes.begin() + view.rank});
+    return binding::new_dense(first(), view.dtype, std::span(view.sizes.data(), view.rank));
   }
 
   StableIValue* next_;
   std::array<std::optional<Tensor>, kMostTensors> tensors_;  // by the rules' order
   std::optional<Tensor> gradient_, saved_;
+  std::vector<Tensor> copies_;
   std::array<Text, kMostChoices> words_;
-  std::int64_t mode_ = 0;
+  std::int64_t mode_ = 0;  // `save`, or `needed`
+  bool explains_backward_ = false;
   Text implementation_;
   Sizes sizes_;
 };
@@ -222,7 +252,8 @@ class OperatorBinding {
     if (backward) add("Tensor", "saved");
     for (const ChoiceRule& choice : kOperator.rules.choices) add("str", choice.name);
     for (const char* flag : kOperator.rules.flags) add("bool", flag);
-    add(backward ? "int" : "bool", backward ? "needed" : explains ? "backward" : "save");
+    add(backward ? "int" : "bool", backward ? "needed" : "save");
+    if (explains) add("bool", "backward");
     add("str", "implementation");
     const char* result = backward ? "Tensor[]" : explains ? "str" : "(Tensor, Tensor)";
     return std::string("_") + kOperator.rules.name + std::string(suffix) + "(" + arguments +
@@ -230,29 +261,23 @@ class OperatorBinding {
   }
 
   static std::string description() {
-    std::array<bool, kMostTensors> read{}, differentiable{};
+    std::array<BackwardUse, kMostTensors> uses;
     for (std::size_t i = 0; i < kOperator.tensors.size(); ++i) {
-      read[i] = kOperator.tensors[i].backward != nullptr;
-      differentiable[i] = kOperator.tensors[i].gradient != nullptr;
+      const auto& t = kOperator.tensors[i];
+      uses[i] = {.read = t.backward != nullptr, .differentiable = t.gradient != nullptr};
+      for (const auto& other : kOperator.tensors) {
+        if (t.only_for != nullptr && other.gradient == t.only_for) uses[i].only_for = other.name;
+      }
     }
-    return text_of(kOperator.rules, read, differentiable);
+    return text_of(kOperator.rules, uses);
   }
 
   static void forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
     ForwardCall torch_call(stack);
     const CallContext context(torch_call.first());
-    torch_call.read_inputs(context.get().device);
-    std::optional<Tensor> output;
-    for (const auto& t : kOperator.tensors) {
-      if (!torch_call.is_output(t)) continue;
-      output = torch_call.new_result(t);
-      t.forward(torch_call.call) = view_of(t.name, *output);
-    }
-    const bool save = torch_call.mode() != 0;
-    const Tensor saved = save ? torch_call.new_saved() : torch_call.nothing_saved();
-    if (save) torch_call.point_at_saved(view_of("saved", saved));
+    const auto [output, saved] = prepare(torch_call, context, torch_call.saves());
     run_checked(kOperator, context.get(), torch_call.call);
-    stack[0] = torch::stable::detail::from(*output);
+    stack[0] = torch::stable::detail::from(output);
     stack[1] = torch::stable::detail::from(saved);
   }
 
@@ -260,57 +285,79 @@ class OperatorBinding {
     BackwardCall torch_call(stack);
     const CallContext context(torch_call.first());
     torch_call.read_inputs(context.get().device);
-    torch_call.read_saved_and_gradient(context.get().device);
+    torch_call.read_saved(context.get().device);
     std::vector<Tensor> results;
-    int input = 0;
+    results.reserve(kOperator.tensors.size());
+    std::vector<std::pair<std::size_t, Tensor>> copies;  // of results that the core cannot write
+    std::size_t input = 0;
     for (const auto& t : kOperator.tensors) {
-      if (!is_input(t) || (torch_call.mode() >> input++ & 1) == 0) continue;
-      results.push_back(torch_call.new_result(t));
-      t.gradient(torch_call.call) = view_of(t.name, results.back());
+      if (!is_input(t) || !torch_call.is_needed(input++)) continue;
+      const Tensor& result = results.emplace_back(torch_call.new_result(t));
+      auto copy =
+          point_at(t.gradient(torch_call.call), t.name, result, t.layout, has_leading(t.shape));
+      if (copy.has_value()) copies.emplace_back(results.size() - 1, *std::move(copy));
     }
     run_checked(kOperator, context.get(), torch_call.call);
+    for (const auto& [place, copy] : copies) torch::stable::copy_(results[place], copy);
     stack[0] = torch::stable::detail::from(results);
   }
 
-  /// Answers from shapes and pointers alone: results are taken to lie as they would.
+  /// What would run may have to be measured, on tensors as those of the call.
   static void explain(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    ForwardCall torch_call(stack);
+    ForwardCall torch_call(stack, true);
     const CallContext context(torch_call.first());
-    torch_call.read_inputs(context.get().device);
-    static char somewhere alignas(256)[256];
-    TensorView saved = torch_call.foreseen_saved();
-    saved.data = somewhere;
-    torch_call.point_at_saved(saved);
-    for (const auto& t : kOperator.tensors) {
-      if (!torch_call.is_output(t)) continue;
-      TensorView& view = t.forward(torch_call.call) = torch_call.foreseen_result(t);
-      if (view.data == nullptr) view.data = somewhere;
-    }
+    const bool backward = torch_call.explains_backward();
+    const auto results = prepare(torch_call, context, torch_call.saves() || backward);
     std::string text;
-    if (torch_call.mode() == 0) {
-      text = to_text(fusewise::explain(kOperator, context.get(), torch_call.call));
+    if (backward) {
+      text = explain_backward(torch_call, context.get());
     } else {
-      text = to_text(fusewise::explain(kOperator, context.get(), backward_of(torch_call)));
+      text = to_text(fusewise::explain(kOperator, context.get(), torch_call.call));
     }
     stack[0] = torch::stable::detail::from(text);
   }
 
  private:
-  /// All gradients of a forward call.
-  static typename Operator::Backward backward_of(ForwardCall& torch_call) {
+  /// A forward call that is ready to run: its output and what it saves.
+  static std::pair<Tensor, Tensor> prepare(ForwardCall& torch_call, const CallContext& context,
+                                           bool save) {
+    torch_call.read_inputs(context.get().device);
+    Tensor output;
+    for (const auto& t : kOperator.tensors) {
+      if (!torch_call.is_output(t)) continue;
+      output = torch_call.new_result(t);
+      point_at(t.forward(torch_call.call), t.name, output, t.layout, has_leading(t.shape));
+    }
+    const Tensor saved = torch_call.new_saved(save);
+    if (save) torch_call.point_at_saved(saved.mutable_data_ptr());
+    return {output, saved};
+  }
+
+  /// Of all gradients.
+  static std::string explain_backward(ForwardCall& torch_call, const Context& context) {
     typename Operator::Forward& forward = torch_call.call;
     typename Operator::Backward call;
+    std::vector<Tensor> held;
     for (const auto& t : kOperator.tensors) {
       const TensorView& view = t.forward(forward);
+      if (!view.defined()) continue;
       if (t.backward != nullptr) t.backward(call) = view;
-      if (t.gradient != nullptr) t.gradient(call) = view;
+      if (t.gradient == nullptr) continue;
+      if (t.role == Role::output) {
+        t.gradient(call) = view;
+        continue;
+      }
+      held.push_back(torch_call.new_result(t));
+      auto copy = point_at(t.gradient(call), t.name, held.back(), t.layout, has_leading(t.shape));
+      if (copy.has_value()) held.push_back(*std::move(copy));
     }
     for (std::size_t i = 0; i < kOperator.choices.size(); ++i) {
-      kOperator.choices[i].set_backward(call, torch_call.word(i));
+      const char* word = kOperator.choices[i].word(forward);
+      kOperator.choices[i].set(call, check_choice(kOperator.rules.choices[i], word));
     }
     for (const auto& flag : kOperator.flags) flag.backward(call) = flag.forward(forward);
     call.implementation = forward.implementation;
-    return call;
+    return to_text(fusewise::explain(kOperator, context, call));
   }
 };
 

@@ -1,10 +1,10 @@
 // The operators of one device. Compiled once for each: FUSEWISE_DEVICE is CPU or CUDA.
 
-#include "common/autoencoder.h"
-#include "common/squeeze_excite.h"
+#include "common/operators.h"
+
 #include "operator.h"
 
 STABLE_TORCH_LIBRARY_IMPL(fusewise, FUSEWISE_DEVICE, m) {
-  fusewise::binding::implement<fusewise::kAutoencoder>(m);
-  fusewise::binding::implement<fusewise::kSqueezeExcite>(m);
+#define FUSEWISE_IMPLEMENT(name, Name) fusewise::binding::implement<fusewise::k##Name>(m)
+  FUSEWISE_EACH_OPERATOR(FUSEWISE_IMPLEMENT)
 }

@@ -1,28 +1,30 @@
 // Every operator's schema. They start with an underscore because they carry no gradient:
 // fusewise.functional is the public door.
 
-#include "common/autoencoder.h"
-#include "common/squeeze_excite.h"
+#include "common/operators.h"
 #include "operator.h"
 
 using namespace fusewise;
 using namespace fusewise::binding;
 
+namespace {
+
+/// The names, a line each.
+std::string operators() {
+  std::string names;
+#define FUSEWISE_NAME(name, Name) names += #name "\n"
+  FUSEWISE_EACH_OPERATOR(FUSEWISE_NAME)
+  return names;
+}
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(fusewise, m) {
   m.def("_build_info() -> str");
   m.def("_cuda_build_info() -> str");
-  define<kAutoencoder>(m);
-  define<kSqueezeExcite>(m);
-  m.def(
-      "_linear_act(Tensor x, Tensor w, Tensor? b, str activation, bool save, bool tf32, "
-      "bool reduced_sums, bool tune, str implementation) -> (Tensor y, Tensor kept)");
-  m.def(
-      "_linear_act_backward(Tensor dy, Tensor x, Tensor w, Tensor kept, str activation, "
-      "bool need_dx, bool need_dw, bool need_db, bool tf32, bool reduced_sums, bool tune, "
-      "str implementation) -> (Tensor dx, Tensor dw, Tensor db)");
-  m.def(
-      "_linear_act_explain(Tensor x, Tensor w, Tensor? b, str activation, bool save, "
-      "bool backward, bool tf32, bool reduced_sums, bool tune, str implementation) -> str");
+  m.def("_operators() -> str");
+#define FUSEWISE_DEFINE(name, Name) define<k##Name>(m)
+  FUSEWISE_EACH_OPERATOR(FUSEWISE_DEFINE)
   m.def(
       "_mlp(Tensor x, Tensor[] weights, Tensor[] biases, str activation, str final_activation, "
       "bool save, bool tf32, bool reduced_sums, bool tune, str implementation) -> "
@@ -35,6 +37,8 @@ STABLE_TORCH_LIBRARY(fusewise, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusewise, CompositeExplicitAutograd, m) {
-  m.impl("_autoencoder_description", TORCH_BOX(&OperatorBinding<kAutoencoder>::description));
-  m.impl("_squeeze_excite_description", TORCH_BOX(&OperatorBinding<kSqueezeExcite>::description));
+  m.impl("_operators", TORCH_BOX(&operators));
+#define FUSEWISE_DESCRIBE(name, Name) \
+  m.impl("_" #name "_description", TORCH_BOX(&OperatorBinding<k##Name>::description))
+  FUSEWISE_EACH_OPERATOR(FUSEWISE_DESCRIBE)
 }

@@ -21,9 +21,26 @@ inline constexpr Activation kActivations[] = {Activation::identity, Activation::
                                               Activation::gelu, Activation::gelu_tanh,
                                               Activation::silu};
 
+/// "identity", "relu", "gelu", "gelu_tanh", "silu", "hardswish".
+constexpr const char* name_of(Activation activation) {
+  switch (activation) {
+    case Activation::identity:
+      return "identity";
+    case Activation::relu:
+      return "relu";
+    case Activation::gelu:
+      return "gelu";
+    case Activation::gelu_tanh:
+      return "gelu_tanh";
+    case Activation::silu:
+      return "silu";
+    case Activation::hardswish:
+      return "hardswish";
+  }
+  return "unknown";
+}
+
 /// By name, as in "gelu_tanh"; throws Error that lists the names of `known`.
 Activation activation_from(std::string_view name, std::span<const Activation> known = kActivations);
-/// "identity", "relu", "gelu", "gelu_tanh", "silu", "hardswish".
-const char* name_of(Activation activation);
 
 }  // namespace fusewise

@@ -23,6 +23,12 @@
 namespace fusewise {
 
 enum class Gate { sigmoid, hardsigmoid };
+inline constexpr Gate kGates[] = {Gate::sigmoid, Gate::hardsigmoid};
+
+/// "sigmoid", "hardsigmoid".
+constexpr const char* name_of(Gate gate) {
+  return gate == Gate::sigmoid ? "sigmoid" : "hardsigmoid";
+}
 
 inline constexpr Activation kSqueezeExciteActivations[] = {Activation::silu, Activation::relu,
                                                            Activation::hardswish};

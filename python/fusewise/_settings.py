@@ -6,14 +6,9 @@ The values are instance attributes of a `threading.local`, not class attributes,
 
 import threading
 
-OPERATORS = (
-    "autoencoder",
-    "autoencoder_backward",
-    "linear_act",
-    "linear_act_backward",
-    "squeeze_excite",
-    "squeeze_excite_backward",
-)
+from ._ops import OPERATOR_NAMES
+
+OPERATORS = tuple(name + suffix for name in OPERATOR_NAMES for suffix in ("", "_backward"))
 
 
 class _Settings(threading.local):

@@ -63,7 +63,10 @@ def _parser() -> _Parser:
         )  # fmt: skip
 
     bench = command("bench", _bench, "check and measure against PyTorch")
-    bench.add_argument("family", nargs="*", metavar="FAMILY", help="operators; without: all")
+    bench.add_argument(
+        "family", nargs="*", metavar="FAMILY",
+        help="operators; without: all; overhead: the host's time of each at a tiny size",
+    )  # fmt: skip
     bench.add_argument("--cases", type=Path, metavar="FILE", help="measure the cases of this file")
     device(bench)
     bench.add_argument("--dtype", metavar="NAME", help="run every case in this dtype")
@@ -115,6 +118,8 @@ def _parser() -> _Parser:
 
 
 def _bench(chosen: argparse.Namespace) -> int:
+    if "overhead" in chosen.family:
+        return _overhead(chosen)
     from . import bench
     from .bench import progress, report
     from .bench.baselines import all_baselines
@@ -161,6 +166,20 @@ def _bench(chosen: argparse.Namespace) -> int:
     if results["interrupted"]:
         return 130
     return int(any("failed" in row for row in results["rows"]))
+
+
+def _overhead(chosen: argparse.Namespace) -> int:
+    others = (chosen.cases, chosen.dtype, chosen.layout, chosen.baseline, chosen.filter)
+    if chosen.family != ["overhead"] or any(others) or chosen.size != "quick":
+        raise UsageError("overhead: stands alone, beside --device and --out")
+    from .bench import overhead
+    from .report import show
+
+    _make_writable(chosen.out)
+    results = overhead.run(chosen.device or "", chosen.arguments)
+    show(overhead.table(results), *overhead.remarks(results))
+    _say_written(overhead.write(results, chosen.out))
+    return 0
 
 
 def _compare(chosen: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 // The autoencoder's description and front door.
 
-#include "common/autoencoder.h"
+#include "common/operators.h"
 
 #include <utility>
 

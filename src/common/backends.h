@@ -1,23 +1,10 @@
 #pragma once
 
-// What each backend offers to the core. The CUDA half is defined in src/cuda, or, in a build
-// without CUDA, in no_cuda.cpp, where every list is empty.
+// GPU memory and the current GPU. Defined in src/cuda, or, in a build without CUDA, in no_cuda.cpp.
 
-#include "common/implementation.h"
-#include "fusewise/autoencoder.h"
-#include "fusewise/linear_act.h"
-#include "fusewise/squeeze_excite.h"
+#include <cstddef>
 
-namespace fusewise::cpu {
-
-Implementations<AutoencoderForward> autoencoder_forward();
-Implementations<AutoencoderBackward> autoencoder_backward();
-Implementations<SqueezeExciteForward> squeeze_excite_forward();
-Implementations<SqueezeExciteBackward> squeeze_excite_backward();
-Implementations<LinearActForward> linear_act_forward();
-Implementations<LinearActBackward> linear_act_backward();
-
-}  // namespace fusewise::cpu
+#include "fusewise/context.h"
 
 namespace fusewise::cuda {
 
@@ -37,31 +24,4 @@ class CurrentDevice {
   int before_ = -1;
 };
 
-Implementations<AutoencoderForward> autoencoder_forward();
-Implementations<AutoencoderBackward> autoencoder_backward();
-Implementations<SqueezeExciteForward> squeeze_excite_forward();
-Implementations<SqueezeExciteBackward> squeeze_excite_backward();
-Implementations<LinearActForward> linear_act_forward();
-Implementations<LinearActBackward> linear_act_backward();
-
 }  // namespace fusewise::cuda
-
-namespace fusewise {
-
-/// A call that passed its checks: the first implementation of its device's list that takes it.
-template <typename Call>
-void run_on_device(const Context& context, const Call& call, Implementations<Call> (*on_cpu)(),
-                   Implementations<Call> (*on_cuda)()) {
-  const cuda::CurrentDevice current(context.device);
-  run_chosen(context.device.type == DeviceType::cpu ? on_cpu() : on_cuda(), context, call);
-}
-
-template <typename Call>
-Candidates explain_on_device(const Context& context, const Call& call,
-                             Implementations<Call> (*on_cpu)(),
-                             Implementations<Call> (*on_cuda)()) {
-  const cuda::CurrentDevice current(context.device);
-  return candidates(context.device.type == DeviceType::cpu ? on_cpu() : on_cuda(), context, call);
-}
-
-}  // namespace fusewise

@@ -4,6 +4,8 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/divide.h"
+#include "common/matrix.h"
 #include "common/overlap.h"
 
 namespace fusewise {
@@ -24,6 +26,7 @@ bool is_digit(char letter) { return letter >= '0' && letter <= '9'; }
 /// One size as messages show it: "48" where all its letters are known, else "C" or "F * 48".
 std::string written_size(std::string_view size, const Sizes& sizes) {
   if (is_digit(size.front())) return std::string(size);
+  if (size.back() == '*') return sizes.knows(size[0]) ? std::to_string(sizes[size[0]]) : "...";
   std::int64_t known = 1;
   bool any_known = false;
   std::string text;
@@ -63,6 +66,7 @@ bool fits_one(const char*& at, const TensorView& t, Sizes& sizes) {
     std::int64_t known = is_digit(*at) ? 0 : 1;
     char unknown = 0;
     for (; *at != 0 && *at != ' '; ++at) {
+      if (*at == '*') continue;
       if (is_digit(*at)) {
         known = 10 * known + *at - '0';
       } else if (sizes.knows(*at)) {
@@ -107,7 +111,7 @@ std::ostream& operator<<(std::ostream& out, Name name) { return out << name_of(n
 
 const GivenTensor* find(std::span<const GivenTensor> given, std::string_view name) {
   for (const GivenTensor& each : given) {
-    if (!each.gradient && each.rule->name == name) return &each;
+    if (!each.gradient && each.view->defined() && each.rule->name == name) return &each;
   }
   return nullptr;
 }
@@ -137,12 +141,18 @@ std::string written_positive(std::string_view shape, const char* positive, const
 }
 
 /// Sizes that a tensor does not have by itself are those of the one that it belongs to: a gradient
-/// to what it is the gradient of, others to the tensor that their shape names.
+/// to what it is the gradient of, others to the tensor that their shape names. Null where that is
+/// absent.
 const GivenTensor* model_of(const GivenTensor& given, std::span<const GivenTensor> all) {
   const std::string_view shape = given.rule->shape;
   const bool named = shape.front() >= 'a';
   if (!named && !given.gradient) return nullptr;
   return find(all, named ? shape : given.rule->name);
+}
+
+/// What is read may be the values that the bits stand for.
+bool are_bits(const GivenTensor& given) {
+  return given.rule->type == Type::bits && (given.written || given.view->dtype == DType::u8);
 }
 
 void check_shape(const OperatorRules& rules, const GivenTensor& given,
@@ -153,9 +163,16 @@ void check_shape(const OperatorRules& rules, const GivenTensor& given,
     return check(t.rank == model->view->rank && t.sizes == model->view->sizes, Name{given},
                  ": expected ", Name{*model}, "'s shape ", *model->view, ", got ", t);
   }
+  if (are_bits(given)) {
+    const TensorView expected = foreseen(rule, sizes, DType::u8, DType::u8, t.device);
+    return check(t.rank == expected.rank && t.sizes == expected.sizes, Name{given}, ": expected ",
+                 expected, ", got ", t);
+  }
   const std::uint32_t before = sizes.known();
   if (!fits(rule.shape, t, sizes)) {
-    fail(Name{given}, ": expected ", written_shape(rule.shape, sizes), ", got ", t);
+    const bool is_joined = !has_leading(rule.shape) || t.rank == 2 || t.rank == 0;
+    fail(Name{given}, ": expected ", written_shape(rule.shape, sizes),
+         is_joined ? "" : " as a matrix", ", got ", t);
   }
   if (sizes.known() == before) return;
   for (const char* letter = rules.positive; *letter != 0; ++letter) {
@@ -187,6 +204,9 @@ class Types {
                 ", got ", dtype);
         }
         return agree(weight_, given);
+      case Type::bits:
+        if (!are_bits(given)) return agree(data_, given);
+        return check(dtype == DType::u8, Name{given}, ": expected dtype uint8, got ", dtype);
       case Type::statistics: {
         const DType wide = wide_type(data_->view->dtype);
         return check(dtype == wide, Name{given}, ": expected dtype ", wide, ", got ", dtype);
@@ -229,8 +249,33 @@ const char* text_of(Type type) {
       return "weight";
     case Type::statistics:
       return "statistics";
+    case Type::bits:
+      return "bits";
   }
   return "";
+}
+
+const char* text_of(Layout layout) {
+  switch (layout) {
+    case Layout::any:
+      return "any";
+    case Layout::dense:
+      return "dense";
+    case Layout::rows:
+      return "rows";
+    case Layout::matrix:
+      return "matrix";
+  }
+  return "";
+}
+
+/// A gradient that comes in may have any strides.
+void check_layout(const GivenTensor& given) {
+  if (given.gradient && given.rule->role == Role::output) return;
+  const char* expected = given.rule->layout == Layout::dense  ? "a dense tensor"
+                         : given.rule->layout == Layout::rows ? "adjacent rows"
+                                                              : "adjacent rows or columns";
+  check(lies_as(given.rule->layout, *given.view), Name{given}, ": expected ", expected);
 }
 
 /// The names of the tensors for which `which` holds.
@@ -246,7 +291,9 @@ std::string listed_names(std::span<const GivenTensor> given, const Which& which)
 /// Of outputs that belong to different values of a choice there is one; of what is saved all or
 /// nothing.
 void check_presence(std::span<const GivenTensor> given) {
-  const auto is_alternative = [](const GivenTensor& t) { return *t.rule->with != 0; };
+  const auto is_alternative = [](const GivenTensor& t) {
+    return t.rule->role == Role::output && *t.rule->with != 0;
+  };
   const auto is_saved = [](const GivenTensor& t) { return t.rule->role == Role::saved; };
   int alternatives = 0, chosen = 0, saved = 0, kept = 0;
   for (const GivenTensor& each : given) {
@@ -267,7 +314,8 @@ void check_presence(std::span<const GivenTensor> given) {
 Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> given, Device device) {
   check_presence(given);
   for (const GivenTensor& each : given) {
-    check(each.view->dtype != DType::u8, Name{each}, ": expected a floating dtype, got uint8");
+    check(each.view->dtype != DType::u8 || each.rule->type == Type::bits, Name{each},
+          ": expected a floating dtype, got uint8");
   }
   Sizes sizes;
   for (const char* name : rules.order) check_shape(rules, *find(given, name), given, sizes);
@@ -283,34 +331,62 @@ Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> giv
   for (const GivenTensor& each : given) {
     if (!each.view->defined()) continue;
     types.check_one(each);
-    if (each.rule->layout == Layout::dense) {
-      check(is_dense(*each.view), Name{each}, ": expected a dense tensor");
-    }
+    check_layout(each);
   }
   return sizes;
 }
 
-void check_choice(const ChoiceRule& choice, std::string_view word) {
-  for (const char* value : choice.values) {
-    if (word == value) return;
+std::size_t check_choice(const ChoiceRule& choice, std::string_view word) {
+  for (std::size_t i = 0; i < choice.values.size(); ++i) {
+    if (word == choice.values[i]) return i;
   }
   fail(choice.name, ": expected ", quoted(choice.values), ", got '", word, "'");
+}
+
+void fail_unexpected(const OperatorRules& rules, const GivenTensor& given, std::string_view word) {
+  fail(Name{given}, ": expected none where ", rules.choices[0].name, " is '", word, "'");
+}
+
+bool is_with(const TensorRule& rule, std::string_view word) {
+  if (*rule.with == 0 || word.empty()) return true;
+  bool found = false;
+  each_part(rule.with, " ", [&](std::string_view each) { found = found || each == word; });
+  return found;
+}
+
+bool lies_as(Layout layout, const TensorView& t) {
+  switch (layout) {
+    case Layout::any:
+      return true;
+    case Layout::dense:
+      return is_dense(t);
+    case Layout::rows:
+      return has_adjacent_rows(t);
+    case Layout::matrix:
+      return is_matrix(t);
+  }
+  return false;
 }
 
 TensorView foreseen(const TensorRule& rule, const Sizes& sizes, DType data, DType weight,
                     Device device) {
   TensorView t;
-  t.dtype = rule.type == Type::data ? data : rule.type == Type::weight ? weight : wide_type(data);
+  t.dtype = rule.type == Type::data     ? data
+            : rule.type == Type::weight ? weight
+            : rule.type == Type::bits   ? DType::u8
+                                        : wide_type(data);
   t.device = device;
   t.rank = 0;
   const std::string_view shape(rule.shape);
   each_part(shape.substr(0, shape.find(" | ")), " ", [&](std::string_view size) {
     std::int64_t product = is_digit(size.front()) ? 0 : 1;
     for (const char letter : size) {
+      if (letter == '*') continue;
       product = is_digit(letter) ? 10 * product + letter - '0' : product * sizes[letter];
     }
     t.sizes[t.rank++] = product;
   });
+  if (rule.type == Type::bits) t.sizes[t.rank - 1] = divide_up(t.sizes[t.rank - 1], 8);
   std::int64_t stride = 1;
   for (int d = t.rank - 1; d >= 0; --d) {
     t.strides[d] = stride;
@@ -330,8 +406,7 @@ void check_memory(std::span<const GivenTensor> given) {
   check_outputs(outputs, inputs);
 }
 
-std::string text_of(const OperatorRules& rules, std::span<const bool> read,
-                    std::span<const bool> differentiable) {
+std::string text_of(const OperatorRules& rules, std::span<const BackwardUse> uses) {
   std::string text;
   const auto line = [&](std::initializer_list<std::string_view> fields) {
     for (const std::string_view field : fields) {
@@ -343,8 +418,8 @@ std::string text_of(const OperatorRules& rules, std::span<const bool> read,
   for (std::size_t i = 0; i < rules.tensors.size(); ++i) {
     const TensorRule& rule = *rules.tensors[i];
     line({"tensor", rule.name, text_of(rule.role), rule.shape, text_of(rule.type),
-          rule.layout == Layout::dense ? "dense" : "any", read[i] ? "1" : "0",
-          differentiable[i] ? "1" : "0", rule.with});
+          text_of(rule.layout), uses[i].read ? "1" : "0", uses[i].only_for,
+          uses[i].differentiable ? "1" : "0", rule.with});
   }
   for (const ChoiceRule& choice : rules.choices) {
     std::string values;

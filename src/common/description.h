@@ -27,11 +27,14 @@ enum class Type : std::uint8_t {
   data,        ///< floating, and the same for all of this kind
   weight,      ///< that of the data, or float32 beside half data, and the same for all weights
   statistics,  ///< float32; of float64 data float64
+  bits,        ///< uint8, a bit for each value of a row; backward reads the values as well
 };
 
 enum class Layout : std::uint8_t {
-  any,    ///< any strides; a result lies as the first tensor does
-  dense,  ///< row-major
+  any,     ///< any strides; a result lies as the first tensor does
+  dense,   ///< row-major
+  rows,    ///< a matrix whose rows are adjacent
+  matrix,  ///< a matrix whose rows or columns are adjacent
 };
 
 struct TensorRule {
@@ -39,11 +42,13 @@ struct TensorRule {
   Role role;
   /// Sizes with a space between them, as "N C H W". A letter stands for the same number in all
   /// tensors of a call, several letters for their product; a number is itself. " | " stands between
-  /// two shapes of which a tensor has one. A tensor's name: the same shape as that.
+  /// two shapes of which a tensor has one. A tensor's name: the same shape as that. "M* K" is any
+  /// number of dimensions in front of K, M their product; the core gets them as one.
   const char* shape;
   Type type;
   Layout layout;
-  /// The only value of the operator's first choice that has this output; empty: all have it.
+  /// The values of the operator's first choice that have this output or save this, with a space
+  /// between them; empty: all.
   const char* with = "";
 };
 
@@ -97,8 +102,21 @@ class Sizes {
 /// type or layout that the rules do not allow.
 Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> given, Device device);
 
-/// Throws Error where the word is none of those that a choice has.
-void check_choice(const ChoiceRule& choice, std::string_view word);
+/// Throws Error where the word is none of those that a choice has; returns its place among them.
+std::size_t check_choice(const ChoiceRule& choice, std::string_view word);
+
+/// Throws Error for a tensor that no rule has with this value of the first choice.
+[[noreturn]] void fail_unexpected(const OperatorRules& rules, const GivenTensor& given,
+                                  std::string_view word);
+
+/// Whether a shape has any number of leading dimensions.
+inline bool has_leading(const char* shape) { return shape[0] != 0 && shape[1] == '*'; }
+
+/// Whether strides are those of a layout; of those for matrices, a matrix's.
+bool lies_as(Layout layout, const TensorView& t);
+
+/// Whether a tensor is there with this value of the first choice; an empty one is any.
+bool is_with(const TensorRule& rule, std::string_view word);
 
 /// What a tensor that is not there yet will be, in the first of its shapes: dense, without data.
 /// `data` and `weight` are the types that the call's inputs have.
@@ -108,9 +126,15 @@ TensorView foreseen(const TensorRule& rule, const Sizes& sizes, DType data, DTyp
 /// Throws Error where an output may overlap another tensor of the call.
 void check_memory(std::span<const GivenTensor> given);
 
+/// What backward does with a tensor.
+struct BackwardUse {
+  bool read = false;            ///< whether it reads it,
+  const char* only_for = "";    ///< and for the gradient of which tensor alone, where it does so
+  bool differentiable = false;  ///< whether it has a gradient
+};
+
 /// The rules as text for torch's side: a line for each tensor, choice and flag, fields separated by
-/// tabs. For each tensor, whether backward reads it and whether it has a gradient.
-std::string text_of(const OperatorRules& rules, std::span<const bool> read,
-                    std::span<const bool> differentiable);
+/// tabs.
+std::string text_of(const OperatorRules& rules, std::span<const BackwardUse> uses);
 
 }  // namespace fusewise

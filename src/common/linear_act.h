@@ -1,21 +1,13 @@
 #pragma once
 
-// A call in two steps, for those who make several of them and refuse all or none.
-
 #include "common/matrix.h"
+#include "common/operator.h"
 #include "common/scratch.h"
 #include "fusewise/linear_act.h"
 
 namespace fusewise {
 
-/// Everything but that outputs overlap nothing.
-void check_call(const Context& context, const LinearActForward& call);
-void check_call(const Context& context, const LinearActBackward& call);
-
-void run_checked(const Context& context, const LinearActForward& call);
-void run_checked(const Context& context, const LinearActBackward& call);
-Candidates explain_checked(const Context& context, const LinearActForward& call);
-Candidates explain_checked(const Context& context, const LinearActBackward& call);
+extern const Operator<LinearActForward, LinearActBackward> kLinearAct;
 
 /// dz = dy * act' as GEMMs read it, with adjacent rows or columns.
 class Dz {

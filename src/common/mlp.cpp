@@ -19,6 +19,14 @@ struct Step {
   Call call;
 };
 
+template <typename Call>
+void check_stack(const Call& call) {
+  check(!call.layers.empty(), "layers: expected at least one");
+  const ChoiceRule& rule = kLinearAct.rules.choices[0];
+  check_choice({"activation", rule.values}, name_of(call.activation));
+  check_choice({"final_activation", rule.values}, name_of(call.final_activation));
+}
+
 template <typename LayerCall, typename Call>
 LayerCall layer_call(const Call& call, std::size_t layer) {
   LayerCall made;
@@ -32,14 +40,14 @@ LayerCall layer_call(const Call& call, std::size_t layer) {
 template <typename Call>
 void check_each(const Context& context, const std::vector<Step<Call>>& steps) {
   for (const Step<Call>& step : steps) {
-    in_layer(step.layer, [&] { check_call(context, step.call); });
+    in_layer(step.layer, [&] { check_call(kLinearAct, context.device, step.call); });
   }
 }
 
 template <typename Call>
 void run_each(const Context& context, const std::vector<Step<Call>>& steps) {
   for (const Step<Call>& step : steps) {
-    in_layer(step.layer, [&] { run_checked(context, step.call); });
+    in_layer(step.layer, [&] { run_checked(kLinearAct, context, step.call); });
   }
 }
 
@@ -48,7 +56,8 @@ std::vector<Candidates> explain_each(const Context& context, const std::vector<S
                                      std::size_t layers) {
   std::vector<Candidates> found(layers);
   for (const Step<Call>& step : steps) {
-    found[step.layer] = in_layer(step.layer, [&] { return explain_checked(context, step.call); });
+    found[step.layer] =
+        in_layer(step.layer, [&] { return explain_checked(kLinearAct, context, step.call); });
   }
   return found;
 }
@@ -57,7 +66,7 @@ std::vector<Candidates> explain_each(const Context& context, const std::vector<S
 class ForwardSteps {
  public:
   ForwardSteps(const Context& context, const MlpForward& call) {
-    check(!call.layers.empty(), "layers: expected at least one");
+    check_stack(call);
     TensorView x = call.x;
     steps_.reserve(call.layers.size());
     for (std::size_t i = 0; i < call.layers.size(); ++i) {
@@ -102,7 +111,7 @@ class BackwardSteps {
  public:
   BackwardSteps(const Context& context, const MlpBackward& call)
       : reach_(call), even_(context, reach_.even), odd_(context, reach_.odd) {
-    check(!call.layers.empty(), "layers: expected at least one");
+    check_stack(call);
     TensorView dy = call.dy;
     steps_.reserve(call.layers.size());
     for (std::size_t i = call.layers.size(); i-- > reach_.first;) {

@@ -1,6 +1,6 @@
 // The CUDA half of a build without CUDA: nothing to allocate, nothing to choose from.
 
-#include "common/backends.h"
+#include "common/operators.h"
 
 namespace fusewise::cuda {
 namespace {
@@ -17,11 +17,9 @@ void deallocate(const Context&, void*) noexcept {}
 CurrentDevice::CurrentDevice(Device) {}
 CurrentDevice::~CurrentDevice() = default;
 
-Implementations<AutoencoderForward> autoencoder_forward() { refuse(); }
-Implementations<AutoencoderBackward> autoencoder_backward() { refuse(); }
-Implementations<SqueezeExciteForward> squeeze_excite_forward() { refuse(); }
-Implementations<SqueezeExciteBackward> squeeze_excite_backward() { refuse(); }
-Implementations<LinearActForward> linear_act_forward() { refuse(); }
-Implementations<LinearActBackward> linear_act_backward() { refuse(); }
+#define FUSEWISE_REFUSE(name, Name)                             \
+  Implementations<Name##Forward> name##_forward() { refuse(); } \
+  Implementations<Name##Backward> name##_backward() { refuse(); }
+FUSEWISE_EACH_OPERATOR(FUSEWISE_REFUSE)
 
 }  // namespace fusewise::cuda

@@ -1,10 +1,11 @@
 #pragma once
 
 // An operator: its rules, where its tensors lie in the structs of forward and backward, and who
-// computes it. Every public function of an operator is one of the three at the end.
+// computes it. Every public function of an operator is `run` or `explain` at the end.
 
 #include "common/backends.h"
 #include "common/description.h"
+#include "common/implementation.h"
 
 namespace fusewise {
 
@@ -29,6 +30,8 @@ struct OperatorTensor : TensorRule {
   Member<Forward> forward;
   Member<Backward> backward = nullptr;  ///< null where backward does not read it
   Member<Backward> gradient = nullptr;  ///< null where there is none
+  /// The gradient that backward reads it for; where that is not wanted, it may be absent.
+  Member<Backward> only_for = nullptr;
 };
 
 /// The rules of a list of tensors, as OperatorRules refers to them.
@@ -40,12 +43,40 @@ constexpr std::array<const TensorRule*, kCount> rules_of(
   return rules;
 }
 
-/// A word among the arguments: how it gets into the structs.
+/// The names of a list of enum values, as ChoiceRule refers to them.
+template <const auto& kValues>
+inline constexpr auto kNames = [] {
+  std::array<const char*, std::size(kValues)> names;
+  for (std::size_t i = 0; i < names.size(); ++i) names[i] = name_of(kValues[i]);
+  return names;
+}();
+
+/// A word among the arguments. The structs have it as an enum.
 template <typename Forward, typename Backward>
 struct OperatorChoice {
-  void (*set_forward)(Forward&, std::string_view);
-  void (*set_backward)(Backward&, std::string_view);
+  void (*set_forward)(Forward&, std::size_t value);  ///< by its place among the words
+  void (*set_backward)(Backward&, std::size_t value);
+  const char* (*forward)(const Forward&);
+  const char* (*backward)(const Backward&);
+
+  void set(Forward& call, std::size_t value) const { set_forward(call, value); }
+  void set(Backward& call, std::size_t value) const { set_backward(call, value); }
+  const char* word(const Forward& call) const { return forward(call); }
+  const char* word(const Backward& call) const { return backward(call); }
 };
+
+/// The choice among `kValues` that the structs have in these members.
+template <const auto& kValues, auto kForward, auto kBackward>
+constexpr auto choice_in() {
+  using F = decltype(class_of(kForward));
+  using B = decltype(class_of(kBackward));
+  return OperatorChoice<F, B>{
+      [](F& call, std::size_t value) { call.*kForward = kValues[value]; },
+      [](B& call, std::size_t value) { call.*kBackward = kValues[value]; },
+      [](const F& call) { return name_of(call.*kForward); },
+      [](const B& call) { return name_of(call.*kBackward); },
+  };
+}
 
 template <typename Forward, typename Backward>
 struct OperatorFlag {
@@ -82,47 +113,100 @@ inline bool is_saved(const TensorRule& rule) {
   return rule.role == Role::saved || rule.role == Role::optional_saved;
 }
 
-/// The tensors of a call with their rules, in a fixed room.
+/// The value of the first choice in a call; empty where the structs do not have it.
+template <typename F, typename B, typename Call>
+std::string_view first_word(const Operator<F, B>& op, const Call& call) {
+  return op.choices.empty() ? std::string_view() : op.choices[0].word(call);
+}
+
+/// The tensors of a call with their rules, in a fixed room. Those that say the sizes come first:
+/// what is read, then what is written.
 class GivenTensors {
  public:
+  /// Among the inputs of backward is the gradient that comes in.
   enum class Which { all, inputs };
 
   template <typename F, typename B>
   GivenTensors(const Operator<F, B>& op, const F& call, Which which = Which::all) {
+    const std::string_view word = first_word(op, call);
     for (const auto& t : op.tensors) {
       if (which == Which::inputs && !is_input(t)) continue;
-      const bool written = !is_input(t);
-      add(t, t.forward(const_cast<F&>(call)), false, written,
-          t.role == Role::input || (t.role == Role::output && *t.with == 0));
+      const bool required = t.role == Role::input || (t.role == Role::output && *t.with == 0);
+      add(word, {&t, &t.forward(const_cast<F&>(call)), false, !is_input(t), required});
     }
+    refuse_unexpected(op.rules, word);
   }
   template <typename F, typename B>
   GivenTensors(const Operator<F, B>& op, const B& call, Which which = Which::all) {
     B& tensors = const_cast<B&>(call);
+    const std::string_view word = first_word(op, call);
+    const auto add_read = [&](const auto& t) {
+      const bool wanted = t.only_for == nullptr || t.only_for(tensors).defined();
+      const bool required = t.role == Role::input || t.role == Role::saved;
+      add(word, {&t, &t.backward(tensors), false, false, required && wanted});
+    };
     for (const auto& t : op.tensors) {
-      if (t.backward == nullptr || (which == Which::inputs && !is_input(t))) continue;
-      add(t, t.backward(tensors), false, false, t.role == Role::input || t.role == Role::saved);
+      if (t.backward != nullptr && is_input(t)) add_read(t);
+    }
+    for (const auto& t : op.tensors) {
+      if (t.gradient == nullptr || t.role != Role::output) continue;
+      add(word, {&t, &t.gradient(tensors), true, overwrites_gradient(call), *t.with == 0});
     }
     if (which == Which::inputs) return;
     for (const auto& t : op.tensors) {
-      if (t.gradient == nullptr) continue;
-      const bool comes_in = t.role == Role::output;
-      add(t, t.gradient(tensors), true, !comes_in, comes_in && *t.with == 0);
+      if (t.backward != nullptr && is_saved(t)) add_read(t);
+    }
+    refuse_unexpected(op.rules, word);
+    for (const auto& t : op.tensors) {
+      if (t.gradient == nullptr || t.role == Role::output) continue;
+      add(word, {&t, &t.gradient(tensors), true, true, false});
     }
   }
   operator std::span<const GivenTensor>() const { return {given_.data(), count_}; }
 
  private:
-  void add(const TensorRule& rule, const TensorView& view, bool gradient, bool written,
-           bool required) {
-    check(count_ < kMost, rule.name, ": a call has more tensors than there is room for");
-    given_[count_++] = {&rule, &view, gradient, written, required};
+  /// Whether backward may compute in the memory of the gradient that comes in.
+  template <typename B>
+  static bool overwrites_gradient(const B& call) {
+    if constexpr (requires { call.overwrite_dy; }) {
+      return call.overwrite_dy;
+    } else {
+      return false;
+    }
+  }
+
+  void add(std::string_view word, const GivenTensor& given) {
+    if (!is_with(*given.rule, word)) {
+      if (given.view->defined()) unexpected_ = given;
+      return;
+    }
+    check(count_ < kMost, given.rule->name, ": a call has more tensors than there is room for");
+    given_[count_++] = given;
+  }
+
+  /// Rules for different values of a choice may share a tensor.
+  void refuse_unexpected(const OperatorRules& rules, std::string_view word) const {
+    if (unexpected_.view == nullptr) return;
+    for (std::size_t i = 0; i < count_; ++i) {
+      if (given_[i].view == unexpected_.view) return;
+    }
+    fail_unexpected(rules, unexpected_, word);
   }
 
   static constexpr std::size_t kMost = 40;
   std::array<GivenTensor, kMost> given_;
   std::size_t count_ = 0;
+  GivenTensor unexpected_{};  // the last tensor that is there without a rule for this call
 };
+
+/// Throws Error where a call breaks the rules in anything but the memory of its outputs.
+template <typename F, typename B, typename Call>
+void check_call(const Operator<F, B>& op, Device device, const Call& call) {
+  for (std::size_t i = 0; i < op.choices.size(); ++i) {
+    check_choice(op.rules.choices[i], op.choices[i].word(call));
+  }
+  check_tensors(op.rules, GivenTensors(op, call), device);
+}
 
 /// Runs a call that passed its checks.
 template <typename F, typename B, typename Call>
@@ -132,18 +216,22 @@ void run_checked(const Operator<F, B>& op, const Context& context, const Call& c
 }
 
 template <typename F, typename B, typename Call>
+Candidates explain_checked(const Operator<F, B>& op, const Context& context, const Call& call) {
+  const cuda::CurrentDevice current(context.device);
+  return candidates(op.list(context.device, call), context, call);
+}
+
+template <typename F, typename B, typename Call>
 void run(const Operator<F, B>& op, const Context& context, const Call& call) {
-  const GivenTensors given(op, call);
-  check_tensors(op.rules, given, context.device);
-  check_memory(given);
+  check_call(op, context.device, call);
+  check_memory(GivenTensors(op, call));
   run_checked(op, context, call);
 }
 
 template <typename F, typename B, typename Call>
 Candidates explain(const Operator<F, B>& op, const Context& context, const Call& call) {
-  check_tensors(op.rules, GivenTensors(op, call), context.device);
-  const cuda::CurrentDevice current(context.device);
-  return candidates(op.list(context.device, call), context, call);
+  check_call(op, context.device, call);
+  return explain_checked(op, context, call);
 }
 
 }  // namespace fusewise

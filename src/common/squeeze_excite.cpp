@@ -1,6 +1,6 @@
 // Squeeze-and-Excitation's description and front door.
 
-#include "common/squeeze_excite.h"
+#include "common/operators.h"
 
 #include "common/check.h"
 
@@ -38,27 +38,12 @@ constexpr auto kTensors = std::to_array<OperatorTensor<F, B>>({
     {{"gates", Role::saved, "N C", Type::statistics, Layout::dense}, at<&F::gates>, at<&B::gates>},
 });
 
-constexpr const char* kActivationNames[] = {"silu", "relu", "hardswish"};
-constexpr const char* kGateNames[] = {"sigmoid", "hardsigmoid"};
-constexpr ChoiceRule kChoiceRules[] = {{"activation", kActivationNames}, {"gate", kGateNames}};
-
-template <typename Call>
-void set_activation(Call& call, std::string_view name) {
-  call.activation = activation_from(name, kSqueezeExciteActivations);
-}
-template <typename Call>
-void set_gate(Call& call, std::string_view name) {
-  call.gate = gate_from(name);
-}
-constexpr OperatorChoice<F, B> kChoices[] = {{set_activation<F>, set_activation<B>},
-                                             {set_gate<F>, set_gate<B>}};
-
+constexpr ChoiceRule kChoiceRules[] = {{"activation", kNames<kSqueezeExciteActivations>},
+                                       {"gate", kNames<kGates>}};
+constexpr OperatorChoice<F, B> kChoices[] = {
+    choice_in<kSqueezeExciteActivations, &F::activation, &B::activation>(),
+    choice_in<kGates, &F::gate, &B::gate>()};
 constexpr auto kRules = rules_of(kTensors);
-
-/// Throws for those that this operator does not have.
-void check_activation(Activation activation) {
-  activation_from(name_of(activation), kSqueezeExciteActivations);
-}
 
 }  // namespace
 
@@ -75,26 +60,18 @@ constexpr Operator<F, B> kSqueezeExcite{
     .backward_on_cuda = cuda::squeeze_excite_backward,
 };
 
-Gate gate_from(std::string_view name) {
-  if (name == "sigmoid") return Gate::sigmoid;
-  if (name == "hardsigmoid") return Gate::hardsigmoid;
-  fail("gate: expected 'sigmoid' or 'hardsigmoid', got '", name, "'");
-}
+Gate gate_from(std::string_view name) { return kGates[check_choice(kChoiceRules[1], name)]; }
 
 void squeeze_excite(const Context& context, const SqueezeExciteForward& call) {
-  check_activation(call.activation);
   run(kSqueezeExcite, context, call);
 }
 void squeeze_excite(const Context& context, const SqueezeExciteBackward& call) {
-  check_activation(call.activation);
   run(kSqueezeExcite, context, call);
 }
 Candidates explain(const Context& context, const SqueezeExciteForward& call) {
-  check_activation(call.activation);
   return explain(kSqueezeExcite, context, call);
 }
 Candidates explain(const Context& context, const SqueezeExciteBackward& call) {
-  check_activation(call.activation);
   return explain(kSqueezeExcite, context, call);
 }
 

@@ -11,10 +11,11 @@
 #include <new>
 #include <utility>
 
-#include "common/backends.h"
+#include "common/implementation.h"
 #include "cpu/autoencoder_kernels.h"
 #include "cpu/instruction_sets.h"
 #include "cpu/threads.h"
+#include "fusewise/autoencoder.h"
 
 namespace fusewise::cpu {
 namespace {

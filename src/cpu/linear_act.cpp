@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/backends.h"
 #include "common/divide.h"
+#include "common/implementation.h"
 #include "common/linear_act.h"
 #include "cpu/gemm.h"
 #include "cpu/instruction_sets.h"
 #include "cpu/linear_act_kernels.h"
 #include "cpu/threads.h"
+#include "fusewise/linear_act.h"
 
 namespace fusewise::cpu {
 namespace {

@@ -7,12 +7,13 @@
 #include <numeric>
 #include <string>
 
-#include "common/backends.h"
+#include "common/implementation.h"
 #include "common/math.h"
 #include "common/scratch.h"
 #include "cpu/instruction_sets.h"
 #include "cpu/squeeze_excite_kernels.h"
 #include "cpu/threads.h"
+#include "fusewise/squeeze_excite.h"
 
 namespace fusewise::cpu {
 namespace {

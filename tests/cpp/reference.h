@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -166,15 +167,12 @@ class Tensor {
 
   /// Whether every byte outside the elements is as it was made.
   bool guards_hold() const {
-    std::vector<bool> inside(memory_.size());
-    for (Index i = 0; i < numel(); ++i) {
-      const Index byte = (offset_ + place(i)) * size_of(dtype());
-      for (Index k = 0; k < size_of(dtype()); ++k) inside[byte + k] = true;
+    std::vector<std::uint8_t> outside = memory_;
+    const Index count = numel(), size = size_of(dtype());
+    for (Index i = 0; i < count; ++i) {
+      std::memset(outside.data() + (offset_ + place(i)) * size, kGuardByte, size);
     }
-    for (std::size_t i = 0; i < memory_.size(); ++i) {
-      if (!inside[i] && memory_[i] != kGuardByte) return false;
-    }
-    return true;
+    return std::count(outside.begin(), outside.end(), kGuardByte) == std::ssize(outside);
   }
 
  private:

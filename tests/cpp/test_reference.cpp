@@ -1,5 +1,7 @@
 // The tests' own tools: a comparator that lets a wrong answer through tests nothing.
 
+#include <utility>
+
 #include "autoencoder_reference.h"
 #include "linear_reference.h"
 
@@ -234,6 +236,19 @@ TEST(Comparator, RefusesAWrongAutoencoder) {
         if (output != 1 || !decoder) refuses(call.gradients[i], right.gradients[i], "a weight");
       }
     }
+  }
+}
+
+TEST(Comparator, GuardsThatWereOverwrittenAreSeen) {
+  Tensor tensor(DType::f32, {2, 3}, {5, 1}, 1);  // one element before, two between the rows
+  tensor.fill(1);
+  EXPECT_TRUE(tensor.guards_hold());
+  const std::size_t elements[] = {0, 4, 5, 9};  // before, between and after the rows
+  for (const std::size_t element : elements) {
+    std::uint8_t& byte = tensor.memory()[element * sizeof(float) + 3];
+    const std::uint8_t before = std::exchange(byte, 0);
+    EXPECT_FALSE(tensor.guards_hold()) << element;
+    byte = before;
   }
 }
 

@@ -25,28 +25,28 @@ from autoencoder_reference import (
     make_case,
 )
 from fusewise.models import SpectralShapeAutoencoder
-from gpu_helpers import slow_down
+from gpu_helpers import (
+    HOPPER,
+    allocated,
+    check_all_but_general_decline,
+    check_graph,
+    fails_with_out_of_memory,
+    late_on_side_stream,
+    matmul_settings,
+    needs_gpu,
+    peak,
+    slow_down,
+)
 from reference import same_bits
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-@contextlib.contextmanager
-def precision(name):
-    """Of torch's own products of float32, "ieee" or "tf32"."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = name
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+pytestmark = needs_gpu
 
 
 def kind_of_products(kind):
     """The dtypes of a case, and the setting of torch under which it is made and checked."""
     tf32 = kind == "tf32"
-    return DTYPES["fp32" if tf32 else kind], precision("tf32" if tf32 else "ieee")
+    setting = matmul_settings(fp32_precision="tf32" if tf32 else "ieee")
+    return DTYPES["fp32" if tf32 else kind], setting
 
 
 def chosen(case):
@@ -66,7 +66,6 @@ def forced(case, forward="", backward=""):
 
 
 # By warpgroups, in TF32 and half precision.
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="wgmma needs a Hopper GPU")
 FORWARD = {"few_rows", "many_rows", "block16", "padded", "general"}
 BACKWARD = {"wgmma", "block16", "warps", "padded", "general"}
@@ -299,7 +298,7 @@ def test_a_variance_beyond_the_largest_number(dtypes, rows):
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_tf32_where_torch_allows_it(output):
     """Held against eager with the same setting."""
-    with precision("tf32"):
+    with matmul_settings(fp32_precision="tf32"):
         case, *others = (make_case(700, DEFAULT, "cuda", output=output) for _ in range(8))
         case.check_every_implementation(*others)
 
@@ -333,7 +332,7 @@ def test_tf32_of_plain_sums(rows, backward, output):
     not show in the sums over many rows."""
     case = make_case(rows, DEFAULT, "cuda", output=output)
     case.gradient.fill_(1)
-    with precision("tf32"), forced(case, backward=backward):
+    with matmul_settings(fp32_precision="tf32"), forced(case, backward=backward):
         case.check()
 
 
@@ -364,27 +363,14 @@ def test_float32_is_exact_by_default():
 
 def test_a_declined_implementation_says_why():
     case = make_case(7, SMALL, "cuda", DTYPES["fp64"])
-    (record,) = fusewise.explain(autoencoder, *case.inputs)
-    assert record.chosen == record.candidates[-1].name == "general"
-    for candidate in record.candidates[:-1]:
-        assert candidate.reason
-        with (
-            fusewise.implementation(autoencoder=candidate.name),
-            pytest.raises(RuntimeError, match=f"'{candidate.name}' declines: "),
-        ):
-            autoencoder(*case.inputs)
+    check_all_but_general_decline("autoencoder", autoencoder, *case.inputs)
 
 
 def test_other_streams():
     case = make_case(600, DEFAULT, "cuda")
     right = gradients(autoencoder, case)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        slow_down()
-        case.x = case.x.clone()  # only there once the stream got to it
-        found = gradients(autoencoder, case)
-    stream.synchronize()
+    full, case.x = case.x, torch.zeros_like(case.x)
+    found = late_on_side_stream([case.x], [full], lambda: gradients(autoencoder, case))
     for name in right:
         assert same_bits(found[name], right[name]), name
 
@@ -414,26 +400,10 @@ def test_a_graph_of_a_training_step(rows, output):
 
     def step():
         result = autoencoder(*inputs, output=output)
-        return result, torch.autograd.grad(result, inputs, case.gradient, materialize_grads=True)
+        found = torch.autograd.grad(result, inputs, case.gradient, materialize_grads=True)
+        return [result, *found]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result, found = step()
-    for seed in range(2):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for tensor in inputs:
-                tensor.copy_(torch.randn_like(tensor))
-        graph.replay()
-        replayed = [result.clone(), *(t.clone() for t in found)]
-        again, gradient = step()
-        for a, b in zip(replayed, (again, *gradient), strict=True):
-            assert same_bits(a, b)
+    check_graph(step, (*inputs, case.gradient))
 
 
 @pytest.mark.two_gpus
@@ -445,13 +415,11 @@ def test_a_device_that_is_not_current():
 
 def test_out_of_memory_leaves_nothing_behind():
     case = make_case(1, DEFAULT, "cuda")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     free, _ = torch.cuda.mem_get_info()
     x = case.x.expand(2 * free // (320 * 4), 320)
-    with pytest.raises(torch.OutOfMemoryError):
-        autoencoder(x, *case.weights)
-    assert torch.cuda.memory_allocated() == before
+    assert fails_with_out_of_memory(lambda: autoencoder(x, *case.weights))
+    assert allocated() == before
 
 
 def test_sizes_beyond_32_bits_are_declined():
@@ -466,12 +434,7 @@ def test_sizes_beyond_32_bits_are_declined():
 
 def test_a_score_writes_no_reconstruction():
     case = make_case(65536, DEFAULT, "cuda")
-    autoencoder(*case.inputs, output="score")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    autoencoder(*case.inputs, output="score")
-    assert torch.cuda.max_memory_allocated() - before < case.x.nbytes / 10
+    assert peak(lambda: autoencoder(*case.inputs, output="score")) < case.x.nbytes / 10
 
 
 @pytest.mark.parametrize("loss, share", [("score", 5), ("mse", 2.3)])
@@ -486,21 +449,14 @@ def test_peak_memory_of_a_training_step(loss, share):
     order.insert(4, "global_basis")
     weights = [dict(model.named_parameters())[name] for name in order]
 
-    def peak(fn):
-        fn()
-        model.zero_grad()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        fn()
-        return torch.cuda.max_memory_allocated() - before
-
     def step():
         result = model.anomaly_score(x).mean() if loss == "score" else F.mse_loss(model(x), x)
         result.backward()
+        model.zero_grad()
 
     def eager_step():
         F.mse_loss(eager(x, *weights), x).backward()
+        model.zero_grad()
 
     ours, eagers = peak(step), peak(eager_step)
     assert ours * share <= eagers

@@ -1,9 +1,8 @@
 """What a failure inside torch or CUDA is reported as: only torch's out-of-memory is that."""
 
-import pytest
-import torch
+from gpu_helpers import needs_gpu
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = needs_gpu
 
 # Prints the type and the message of what `call` raises. Leaves without CUDA's own clean-up, which
 # complains about a context that has failed.

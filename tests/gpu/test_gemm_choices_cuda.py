@@ -5,9 +5,9 @@ import torch
 
 import fusewise
 from fusewise.functional import linear_act
-from gpu_helpers import allocated
+from gpu_helpers import check_memory_is_flat, needs_gpu
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = needs_gpu
 
 UNALIGNED = (
     (1000, 784, 63, torch.float16),
@@ -95,7 +95,8 @@ def test_nan_survives_a_first_call_inside_a_capture(run_python, tmp_path):
 ROW_COUNTS = """
     import torch
     from fusewise.functional import linear_act
-    from gpu_helpers import allocated, resident
+    from gpu_helpers import allocated
+    from probes import resident_bytes
 
     w = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     b = torch.randn(512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -107,7 +108,7 @@ ROW_COUNTS = """
         for rows in order.tolist():
             linear_act(x[:rows], w, b, "relu").backward(dy[:rows])
         w.grad = b.grad = None
-        return allocated(), resident()
+        return allocated(), resident_bytes()
 
     walk()
     before = walk()
@@ -155,8 +156,4 @@ def test_unaligned_sizes_leave_no_memory_behind(m, k, n, dtype):
         x.grad = None
         layer.zero_grad(set_to_none=True)
 
-    step()
-    before = allocated()
-    for _ in range(20):
-        step()
-    assert allocated() == before
+    check_memory_is_flat(step, calls=20)

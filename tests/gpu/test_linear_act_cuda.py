@@ -11,7 +11,20 @@ import torch
 
 import fusewise
 from fusewise.functional import linear_act, mlp
-from gpu_helpers import allocated, comes_back_to, fails_with_out_of_memory, peak, slow_down
+from gpu_helpers import (
+    allocated,
+    check_graph,
+    check_memory_is_flat,
+    check_out_of_memory_in_backward,
+    check_reduce_overhead,
+    fails_with_out_of_memory,
+    late_on_side_stream,
+    matmul_settings,
+    needs_gpu,
+    on_side_stream,
+    peak,
+    train_under_autocast,
+)
 from linear_reference import (
     ACTIVATIONS,
     DTYPES,
@@ -26,7 +39,7 @@ from linear_reference import (
     same_bits,
 )
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = needs_gpu
 
 
 # --- every implementation -----------------------------------------------------------------------
@@ -158,21 +171,12 @@ def case(request):
 
 
 def test_side_stream(case):
-    """The input arrives late on a side stream; an operator on any other stream would miss it."""
     for choice in case.implementations():
         with fusewise.implementation(**choice):
             expected = gradients(case)
             late = Case(*(torch.zeros_like(t) for t in (*case.inputs, case.dy)), case.activation)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                slow_down()
-                for empty, full in zip(
-                    (*late.inputs, late.dy), (*case.inputs, case.dy), strict=True
-                ):
-                    empty.copy_(full)
-                found = gradients(late)
-            stream.synchronize()
+            empty, full = (*late.inputs, late.dy), (*case.inputs, case.dy)
+            found = late_on_side_stream(empty, full, lambda late=late: gradients(late))
         for output in expected:
             assert same_bits(found[output], expected[output]), f"{choice}: {output}"
 
@@ -180,11 +184,7 @@ def test_side_stream(case):
 def test_the_first_use_on_a_side_stream():
     """Then algorithms are measured on that stream, and the result is that of a later call."""
     case = make_case((511,), 264, 392, "cuda", DTYPES["fp16"], "relu")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = gradients(case)
-    stream.synchronize()
+    found = on_side_stream(lambda: gradients(case))
     expected = gradients(case)
     for output in expected:
         assert same_bits(found[output], expected[output])
@@ -198,11 +198,7 @@ def test_several_threads_at_once():
     torch.cuda.synchronize()
 
     def work(case):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            found = [gradients(case) for _ in range(5)]
-        stream.synchronize()
-        return found
+        return on_side_stream(lambda: [gradients(case) for _ in range(5)])
 
     with ThreadPoolExecutor(len(cases)) as pool:
         results = list(pool.map(work, cases))
@@ -212,27 +208,8 @@ def test_several_threads_at_once():
             assert all(same_bits(each[output], expected[output]) for output in expected)
 
 
-def capture(step):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    return graph, captured
-
-
-def replay_and_compare(case, inputs, dy, step, graph, captured):
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for t in (*inputs, dy):
-                t.normal_()
-        for t in captured:
-            t.detach().zero_()
-        graph.replay()
-        for output, ours, right in zip(("y", *case.names), captured, step(), strict=True):
-            assert same_bits(ours.detach(), right.detach()), output
-
-
 def make_step(case):
+    """Forward and backward, and the tensors that they read."""
     inputs = [t.detach().clone().requires_grad_() for t in case.inputs]
     dy = case.dy.clone()
 
@@ -240,23 +217,17 @@ def make_step(case):
         y = case.call(case.ours, inputs)
         return [y, *torch.autograd.grad(y, inputs, dy)]
 
-    return inputs, dy, step
+    return step, (*inputs, dy)
 
 
 @pytest.mark.parametrize("kind", ["linear_act", "mlp"])
 def test_cuda_graph(case, kind):
-    """Forward and backward captured once, replayed on new data in the same memory."""
     if kind == "mlp":
         case = make_mlp_case((512,), (256, 384, 64), "cuda", DTYPES["fp16"], case.activation)
     for choice in case.implementations():
-        inputs, dy, step = make_step(case)
+        step, inputs = make_step(case)
         with fusewise.implementation(**choice):
-            warm = torch.cuda.Stream()
-            warm.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(warm):
-                step()
-            torch.cuda.current_stream().wait_stream(warm)
-            replay_and_compare(case, inputs, dy, step, *capture(step))
+            check_graph(step, inputs)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
@@ -264,8 +235,8 @@ def test_the_first_use_inside_a_capture(activation):
     """Nothing is measured there; what is taken then stays, so results do not change afterwards."""
     case = make_case((520,), 272, 328, "cuda", DTYPES["bf16"], activation)
     torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
-    inputs, dy, step = make_step(case)
-    replay_and_compare(case, inputs, dy, step, *capture(step))
+    step, inputs = make_step(case)
+    check_graph(step, inputs, warm=False)
 
 
 @pytest.mark.two_gpus
@@ -286,30 +257,15 @@ def test_second_device_while_the_first_is_current():
 # --- what torch is set to -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def matmul_settings():
-    """Gives back what a test changes."""
-    matmul = torch.backends.cuda.matmul
-    names = (
-        "fp32_precision",
-        "allow_fp16_reduced_precision_reduction",
-        "allow_bf16_reduced_precision_reduction",
-    )
-    before = {name: getattr(matmul, name) for name in names}
-    yield matmul
-    for name, value in before.items():
-        setattr(matmul, name, value)
-
-
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_tf32_as_torch_is_set(matmul_settings, activation):
+def test_tf32_as_torch_is_set(activation):
     errors = {}
     case = make_case((256,), 512, 384, "cuda", DTYPES["fp32"], activation)
     for value in ("tf32", "ieee", "tf32"):  # TF32 first: dy is 0 at its kinks, which are more
-        matmul_settings.fp32_precision = value
         case._expected = None
-        ours = case.check()
-        right = case.reference()
+        with matmul_settings(fp32_precision=value):
+            ours = case.check()
+            right = case.reference()
         error = {n: (ours[n] - right[n][0]).abs().max().item() for n in ours}
         if value in errors:
             assert errors[value] == error  # back to what it was
@@ -319,13 +275,13 @@ def test_tf32_as_torch_is_set(matmul_settings, activation):
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_sums_of_halves_as_torch_is_set(matmul_settings, name):
+def test_sums_of_halves_as_torch_is_set(name):
     """Few outputs and long sums, which vendors split. Where parts are added in half, they blur the
     sign of z, for torch too: then without relu."""
     for value, activation in ((False, "relu"), (True, "gelu")):
-        setattr(matmul_settings, f"allow_{name}_reduced_precision_reduction", value)
-        case = make_case((32,), 16384, 32, "cuda", DTYPES[name], activation)
-        case.check_every_implementation()
+        with matmul_settings(**{f"allow_{name}_reduced_precision_reduction": value}):
+            case = make_case((32,), 16384, 32, "cuda", DTYPES[name], activation)
+            case.check_every_implementation()
 
 
 def test_deterministic_algorithms(monkeypatch):
@@ -361,40 +317,15 @@ def test_out_of_memory_forward():
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_out_of_memory_backward(activation):
-    """The gradients do not fit; afterwards nothing is lost and the same call works."""
     case = make_case((16384,), 1024, 1024, "cuda", DTYPES["fp16"], activation)
-    expected = gradients(case)["dx"]
-
-    def attempt():
-        inputs = [t.detach().requires_grad_() for t in case.inputs]
-        y = linear_act(*inputs, activation)
-        torch.cuda.empty_cache()
-        room = torch.cuda.memory_reserved() + 8 * 2**20  # dx alone is 32 MiB
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(room / total)
-
-        def backward():
-            return torch.autograd.grad(y, inputs, case.dy, retain_graph=True)
-
-        plugs = []  # holes in what torch has reserved would have room for dx
-
-        def plug():
-            plugs.append(torch.empty_like(y))
-
-        try:
-            while not fails_with_out_of_memory(plug):
-                pass
-            kept = allocated()
-            assert fails_with_out_of_memory(backward)
-            assert comes_back_to(kept)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        plugs.clear()
-        assert same_bits(backward()[0], expected)
-
-    before = allocated()
-    attempt()
-    assert allocated() == before
+    dx = gradients(case)["dx"]
+    check_out_of_memory_in_backward(
+        lambda *inputs: linear_act(*inputs, activation),
+        case.inputs,
+        case.dy,
+        room=8 * 2**20,  # dx alone is 32 MiB
+        dx=dx,
+    )
 
 
 def training_peak(case, fn):
@@ -432,14 +363,13 @@ def test_peak_memory_of_a_stack_is_not_above_eagers():
 
 
 def test_memory_is_flat_over_many_calls(case):
-    gradients(case)
     stack = make_mlp_case((64,), (96, 40, 24), "cuda", DTYPES["fp16"], case.activation)
-    gradients(stack)
-    before = allocated()
-    for _ in range(200):
+
+    def step():
         gradients(case)
         gradients(stack)
-    assert allocated() == before
+
+    check_memory_is_flat(step)
 
 
 # --- the file of measured algorithms ------------------------------------------------------------
@@ -552,38 +482,18 @@ def test_training_step_under_autocast():
         ).cuda()
         model = fusewise.nn.MLP.from_sequential(layers) if fused else layers
         x = torch.randn(256, 48, device="cuda")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(5):
-            with torch.autocast("cuda", torch.float16):
-                y = model(x)
-            assert y.dtype == torch.float16
-            loss = (y.float() - 1).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        losses.append(train_under_autocast(model, x)[1])
         assert layers[0].weight.grad.dtype == torch.float32
-        losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_compile_with_cuda_graphs(kind):
-    """`reduce-overhead` captures forward and backward; several steps, as in training."""
-    torch._dynamo.reset()
     if kind == "linear":
         module = fusewise.nn.LinearAct(64, 48, device="cuda")
     else:
         module = fusewise.nn.MLP([64, 96, 48], "gelu", device="cuda")
-    compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
-    for seed in range(4):
-        torch.manual_seed(seed)
-        x = torch.randn(32, 64, device="cuda")
-        results = []
-        for fn in (module, compiled):
-            y = fn(x)
-            slopes = torch.autograd.grad(y.square().sum(), list(module.parameters()))
-            results.append([t.clone() for t in (y, *slopes)])
-        torch.testing.assert_close(*results)
+    check_reduce_overhead(module, lambda: torch.randn(32, 64, device="cuda"))
 
 
 def test_layouts_of_halves_on_the_gpu():

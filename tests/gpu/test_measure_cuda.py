@@ -11,8 +11,9 @@ from fusewise.bench.measure import GraphTimer, Replay
 from fusewise.bench.progress import Progress
 from fusewise.bench.yardsticks import measure_ceilings
 from fusewise.profile import Options, kinds, run
+from gpu_helpers import needs_gpu
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 
 
 def test_kernels_are_counted_a_call():

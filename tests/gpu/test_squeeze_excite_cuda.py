@@ -11,7 +11,20 @@ from fusewise import _ops
 from fusewise.bench.cases import select
 from fusewise.bench.families.squeeze_excite import expected
 from fusewise.functional import squeeze_excite
-from gpu_helpers import allocated, comes_back_to, fails_with_out_of_memory, peak, slow_down
+from gpu_helpers import (
+    HOPPER,
+    allocated,
+    check_all_but_general_decline,
+    check_graph,
+    check_memory_is_flat,
+    check_out_of_memory_in_backward,
+    check_reduce_overhead,
+    fails_with_out_of_memory,
+    late_on_side_stream,
+    needs_gpu,
+    peak,
+    train_under_autocast,
+)
 from reference import (
     DTYPES,
     LAYOUTS,
@@ -25,11 +38,7 @@ from reference import (
     with_silu,
 )
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
-
-def hopper():
-    return torch.cuda.get_device_capability() == (9, 0)
+pytestmark = needs_gpu
 
 
 def test_the_cuda_library_is_loaded():
@@ -49,7 +58,7 @@ def test_efficientnet_b4(block):
     case = make_case(block.shape, reduced, "cuda", DTYPES["fp16"], "channels_last")
     checked = case.check_every_implementation()
     assert "general" in checked
-    assert len(checked) > 2 or not hopper(), "nothing but the general implementation takes this"
+    assert len(checked) > 2 or not HOPPER, "nothing but the general implementation takes this"
 
 
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
@@ -70,21 +79,13 @@ def test_fast_implementations_with_other_functions(layout, dtypes, activation, g
     case.b1 *= 3  # so that every piece of hardswish is met
     checked = case.check_every_implementation()
     assert {"general", "two_pass"} <= checked
-    assert "cluster" in checked or not hopper()
+    assert "cluster" in checked or not HOPPER
 
 
 def test_a_declined_implementation_says_why():
-    """The fast ones take no float64; forced, they raise, and nothing falls back silently."""
+    """The fast ones take no float64."""
     case = make_case((2, 16, 4, 4), 4, "cuda", DTYPES["fp64"])
-    (record,) = fusewise.explain(squeeze_excite, *case.arguments)
-    assert record.chosen == record.candidates[-1].name == "general"
-    for candidate in record.candidates[:-1]:
-        assert candidate.reason
-        with (
-            fusewise.implementation(squeeze_excite=candidate.name),
-            pytest.raises(RuntimeError, match=f"'{candidate.name}' declines: "),
-        ):
-            squeeze_excite(*case.arguments)
+    check_all_but_general_decline("squeeze_excite", squeeze_excite, *case.arguments)
 
 
 def test_cpu_and_cuda_agree():
@@ -174,27 +175,19 @@ def case(request):
 
 
 def test_side_stream(case):
-    """The input arrives late on a side stream; an operator on any other stream would miss it."""
     for choice in case.implementations():
         with fusewise.implementation(**choice):
             expected = gradients(squeeze_excite, case)
             late = Case(*(torch.zeros_like(t) for t in (*case.inputs, case.dy)))
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                slow_down()
-                for empty, full in zip(
-                    (*late.inputs, late.dy), (*case.inputs, case.dy), strict=True
-                ):
-                    empty.copy_(full)
-                found = gradients(squeeze_excite, late)
-            stream.synchronize()
+            empty, full = (*late.inputs, late.dy), (*case.inputs, case.dy)
+            found = late_on_side_stream(
+                empty, full, lambda late=late: gradients(squeeze_excite, late)
+            )
         for output in OUTPUTS:
             assert same_bits(found[output], expected[output]), f"{choice}: {output}"
 
 
 def test_cuda_graph(case):
-    """Forward and backward captured once, replayed on new data in the same memory."""
     for choice in case.implementations():
         inputs = [t.detach().clone().requires_grad_() for t in case.inputs]
         dy = case.dy.clone()
@@ -204,24 +197,7 @@ def test_cuda_graph(case):
             return [y, *torch.autograd.grad(y, inputs, dy)]
 
         with fusewise.implementation(**choice):
-            warm = torch.cuda.Stream()
-            warm.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(warm):
-                step()
-            torch.cuda.current_stream().wait_stream(warm)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = step()
-            for seed in (1, 2):
-                torch.manual_seed(seed)
-                with torch.no_grad():
-                    for t in (*inputs, dy):
-                        t.normal_()
-                for t in captured:
-                    t.detach().zero_()
-                graph.replay()
-                for output, ours, right in zip(OUTPUTS, captured, step(), strict=True):
-                    assert same_bits(ours.detach(), right.detach()), f"{choice}: {output}"
+            check_graph(step, (*inputs, dy))
 
 
 @pytest.mark.two_gpus
@@ -251,40 +227,15 @@ def test_out_of_memory_forward():
 
 
 def test_out_of_memory_backward():
-    """The gradient does not fit; afterwards nothing is lost and the same call works."""
     case = make_case((16, 64, 256, 256), 8, "cuda", DTYPES["fp16"])
-    expected = gradients(squeeze_excite, case)["dx"]
-
-    def attempt():
-        inputs = [t.detach().requires_grad_() for t in case.inputs]
-        y = with_silu(*inputs)
-        torch.cuda.empty_cache()
-        room = torch.cuda.memory_reserved() + 32 * 2**20  # dx alone is 128 MiB
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(room / total)
-
-        def backward():
-            return torch.autograd.grad(y, inputs, case.dy, retain_graph=True)
-
-        plugs = []  # holes in what torch has reserved would have room for dx
-
-        def plug():
-            plugs.append(torch.empty_like(y))
-
-        try:
-            while not fails_with_out_of_memory(plug):
-                pass
-            kept = allocated()
-            assert fails_with_out_of_memory(backward)
-            assert comes_back_to(kept)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        plugs.clear()
-        assert same_bits(backward()[0], expected)
-
-    before = allocated()
-    attempt()
-    assert allocated() == before
+    dx = gradients(squeeze_excite, case)["dx"]
+    check_out_of_memory_in_backward(
+        with_silu,
+        case.inputs,
+        case.dy,
+        room=32 * 2**20,  # dx alone is 128 MiB
+        dx=dx,
+    )
 
 
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
@@ -309,11 +260,7 @@ def test_peak_memory_is_not_above_eagers(layout, shape, reduced):
 
 
 def test_memory_is_flat_over_many_calls(case):
-    gradients(squeeze_excite, case)
-    before = allocated()
-    for _ in range(200):
-        gradients(squeeze_excite, case)
-    assert allocated() == before
+    check_memory_is_flat(lambda: gradients(squeeze_excite, case))
 
 
 # --- whole models -------------------------------------------------------------------------------
@@ -343,32 +290,15 @@ def test_training_step_under_autocast():
         torch.manual_seed(0)
         model = Block(kind(32, 8, "silu")).cuda().to(memory_format=torch.channels_last)
         x = torch.randn(8, 3, 24, 24, device="cuda").to(memory_format=torch.channels_last)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(5):
-            with torch.autocast("cuda", torch.float16):
-                y = model(x)
-            assert y.dtype == torch.float16
-            assert y.is_contiguous(memory_format=torch.channels_last)
-            loss = (y.float() - 1).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        y, loss = train_under_autocast(model, x)
+        assert y.is_contiguous(memory_format=torch.channels_last)
         assert model.excite.fc1.weight.grad.dtype == torch.float32
-        losses.append(loss.item())
+        losses.append(loss)
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
 def test_compile_with_cuda_graphs():
-    """`reduce-overhead` captures forward and backward; several steps, as in training."""
-    torch._dynamo.reset()
     module = fusewise.nn.SqueezeExcitation(32, 8, "silu", device="cuda")
-    compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
-    for seed in range(4):
-        torch.manual_seed(seed)
-        x = LAYOUTS["channels_last"](torch.randn(8, 32, 14, 14, device="cuda"))
-        results = []
-        for fn in (module, compiled):
-            y = fn(x)
-            slopes = torch.autograd.grad(y.square().sum(), list(module.parameters()))
-            results.append([t.clone() for t in (y, *slopes)])
-        torch.testing.assert_close(*results)
+    check_reduce_overhead(
+        module, lambda: LAYOUTS["channels_last"](torch.randn(8, 32, 14, 14, device="cuda"))
+    )

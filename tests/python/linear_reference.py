@@ -14,6 +14,9 @@ from reference import DTYPES, assert_close, assert_right, misaligned, same_bits
 
 __all__ = ["ACTIVATIONS", "DTYPES", "assert_close", "assert_right", "misaligned", "same_bits"]
 
+OUTPUTS = ("y", "dx", "dw", "db")
+MATH = (False, True, True)  # TF32, sums of halves in half, algorithms measured
+
 
 def eager(x, w, b=None, activation="relu"):
     return ACTIVATIONS[activation](F.linear(x, w, b))
@@ -302,3 +305,12 @@ def recorded(case, fn=None, unpack=lambda t: t):
     present = {f"d{n}": t for n, t in zip(case.names, inputs, strict=True) if t is not None}
     found = torch.autograd.grad(y, list(present.values()), case.dy)
     return {"y": y.detach(), **dict(zip(present, found, strict=True))}, kept
+
+
+def gradient_penalty(case, fn):
+    """What WGAN-GP and R1 do: the gradient by x is part of the loss."""
+    inputs = [t.detach().requires_grad_() for t in case.inputs]
+    y = case.call(fn, inputs)
+    (slope,) = torch.autograd.grad(y.sum(), inputs[0], create_graph=True)
+    loss = (slope.flatten(1).norm(dim=1) - 1).square().mean() + y.mean()
+    return torch.autograd.grad(loss, inputs)

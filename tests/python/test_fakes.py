@@ -7,8 +7,7 @@ import autoencoder_reference
 import linear_reference
 import reference
 from fusewise import _ops
-
-MATH = (False, True, True)
+from linear_reference import MATH
 
 
 def expect_as_told(operator, *arguments):
@@ -52,11 +51,11 @@ LAYOUTS = ["contiguous", "transposed", "row_slice", "stepped"]
 def test_linear_act(device, activation, layout, n):
     case = linear_reference.make_case((3, 2), 5, n, device, w_layout=layout, layout=layout)
     for save in (False, True):
-        expect_as_told(_ops.linear_act, *case.inputs, activation, save, *MATH, "")
-    _, kept = _ops.linear_act(*case.inputs, activation, True, *MATH, "")
-    for needed in ((True, True, True), (True, False, False), (False, True, False)):
-        backward = (case.dy, case.x, case.w, kept, activation, *needed, *MATH, "")
-        expect_as_told(_ops.linear_act_backward, *backward)
+        expect_as_told(_ops.LINEAR_ACT.forward, *case.inputs, activation, *MATH, save, "")
+    _, saved = _ops.LINEAR_ACT.forward(*case.inputs, activation, *MATH, True, "")
+    for needed in (0b111, 0b001, 0b010):
+        backward = (case.dy, case.x, case.w, saved, activation, *MATH, needed, "")
+        expect_as_told(_ops.LINEAR_ACT.backward, *backward)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,25 +1,21 @@
-"""Linear + activation: right numbers on every way, and at home in torch."""
+"""Linear + activation: right numbers on every way, its operators, and forcing them."""
 
 import itertools
 import math
-import os
-import pathlib
 import threading
-import types
 
 import pytest
 import torch
-from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import fusewise
 from fusewise.bench.accuracy import Results
 from fusewise.functional import linear_act
-from fusewise.functional._products import product_math
 from linear_reference import (
     ACTIVATIONS,
     DTYPES,
     LAYOUTS,
+    MATH,
+    OUTPUTS,
     assert_right,
     eager,
     gradients,
@@ -27,23 +23,13 @@ from linear_reference import (
     misaligned,
     same_bits,
 )
-from test_squeeze_excite import Calls, resident_bytes
+from probes import Calls, resident_bytes
+
+pytestmark = pytest.mark.usefixtures("few_threads")
 
 forward_op = torch.ops.fusewise._linear_act.default
 backward_op = torch.ops.fusewise._linear_act_backward.default
 explain_op = torch.ops.fusewise._linear_act_explain.default
-
-MATH = (False, True, True)  # TF32, sums of halves in half, algorithms measured
-OUTPUTS = ("y", "dx", "dw", "db")
-
-
-@pytest.fixture(autouse=True)
-def few_threads():
-    """Small matrices: where cores are busy, threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- numbers -----------------------------------------------------------------------------------
@@ -242,8 +228,8 @@ def test_cpu_results_do_not_depend_on_the_number_of_threads():
     w = torch.eye(300)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        y, kept = forward_op(z, w, None, "relu", True, *MATH, "")
-        _, _, db = backward_op(dy, z, w, kept, "relu", False, False, True, *MATH, "")
+        y, kept = forward_op(z, w, None, "relu", *MATH, True, "")
+        (db,) = backward_op(dy, z, w, kept, "relu", *MATH, 0b100, "")
         found[threads] = y, kept, db
     for one, two, three in zip(*found.values(), strict=True):
         assert same_bits(one, two) and same_bits(one, three)
@@ -314,9 +300,8 @@ def test_strides_of_results(device, layout, leading):
     case = make_case(leading, 8, 5, device, layout=layout, w_layout=layout)
 
     def both():
-        y, kept = forward_op(*case.arguments, True, *MATH, "")
-        needs = (True, True, True)
-        return y, kept, *backward_op(case.dy, case.x, case.w, kept, "relu", *needs, *MATH, "")
+        y, kept = forward_op(*case.arguments, *MATH, True, "")
+        return y, kept, *backward_op(case.dy, case.x, case.w, kept, "relu", *MATH, 0b111, "")
 
     real = both()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
@@ -340,16 +325,16 @@ def test_what_forward_keeps(device):
     case = make_case((3, 5), 12, 19, device)
     case.x[0, 1, 2] = math.nan
     z = eager(case.x, case.w, case.b, "identity")
-    y, kept = forward_op(*case.inputs, "relu", True, *MATH, "")
+    y, kept = forward_op(*case.inputs, "relu", *MATH, True, "")
     bits = (kept[:, :, None] >> torch.arange(8, device=device)) & 1
     assert torch.equal(bits.reshape(15, 24)[:, :19].bool(), ~(z <= 0).reshape(15, 19))
     for activation in ("gelu", "gelu_tanh", "silu"):
-        y, kept = forward_op(*case.inputs, activation, True, *MATH, "")
-        torch.testing.assert_close(kept, z, equal_nan=True)
+        y, kept = forward_op(*case.inputs, activation, *MATH, True, "")
+        torch.testing.assert_close(kept, z.flatten(0, -2), equal_nan=True)
         assert kept.data_ptr() != y.data_ptr()
     for activation in ACTIVATIONS:
         save = activation == "identity"
-        assert forward_op(*case.inputs, activation, save, *MATH, "")[1].shape == (0,)
+        assert forward_op(*case.inputs, activation, *MATH, save, "")[1].shape == (0,)
 
 
 @pytest.mark.parametrize("dtypes", ("fp32", "fp64", "bf16"))
@@ -357,22 +342,22 @@ def test_what_forward_keeps(device):
 def test_opcheck_forward(device, dtypes, activation):
     for bias, save in itertools.product((True, False), repeat=2):
         case = make_case((2, 3), 6, 5, device, DTYPES[dtypes], activation, bias)
-        torch.library.opcheck(forward_op, (*case.arguments, save, *MATH, ""))
+        torch.library.opcheck(forward_op, (*case.arguments, *MATH, save, ""))
 
 
-@pytest.mark.parametrize("needs", [(True,) * 3, (True, False, False), (False, False, True)])
-def test_opcheck_backward(device, needs):
+@pytest.mark.parametrize("needed", [0b111, 0b001, 0b100])
+def test_opcheck_backward(device, needed):
     for activation, layout in (("relu", "transposed"), ("silu", "contiguous")):
         case = make_case((2, 3), 6, 5, device, activation=activation, layout=layout)
-        kept = forward_op(*case.arguments, True, *MATH, "")[1]
-        arguments = (case.dy, case.x, case.w, kept, activation, *needs, *MATH, "")
+        kept = forward_op(*case.arguments, *MATH, True, "")[1]
+        arguments = (case.dy, case.x, case.w, kept, activation, *MATH, needed, "")
         torch.library.opcheck(backward_op, arguments)
 
 
 def test_opcheck_explain(device):
     case = make_case((2, 3), 6, 5, device)
     for backward in (False, True):
-        arguments = (*case.arguments, True, backward, *MATH, "")
+        arguments = (*case.arguments, *MATH, True, backward, "")
         torch.library.opcheck(explain_op, arguments, test_utils="test_schema")
 
 
@@ -425,498 +410,6 @@ def test_nothing_can_be_forced_under_a_transform(device):
         pytest.raises(RuntimeError, match=f"implementation: '{name}' was forced"),
     ):
         call(case.x)
-
-
-# --- gradients only where they are wanted ------------------------------------------------------
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=3)), ids=str)
-def test_only_the_wanted_gradients_are_computed(device, activation, wanted):
-    case = make_case((2, 3), 6, 5, device, activation=activation)
-    full = gradients(case)
-    inputs = [t.detach().requires_grad_(need) for t, need in zip(case.inputs, wanted, strict=True)]
-    with Calls() as calls:
-        y = linear_act(*inputs, activation)
-        if any(wanted):
-            y.backward(case.dy)
-    forward, *backward = calls.seen
-    assert forward[0] is forward_op and forward[1][4] == any(wanted)  # save
-    assert y.requires_grad == any(wanted)
-    for tensor, name, need in zip(inputs, OUTPUTS[1:], wanted, strict=True):
-        assert (tensor.grad is not None) == need
-        if need:
-            torch.testing.assert_close(tensor.grad, full[name])
-    if any(wanted):
-        ((op, arguments, results),) = backward
-        assert op is backward_op and arguments[5:8] == wanted
-        assert [result.numel() > 0 for result in results] == list(wanted)
-
-
-@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
-def test_nothing_is_saved_without_gradients(device, mode):
-    for activation in ACTIVATIONS:
-        case = make_case((4,), 6, 5, device, activation=activation)
-        inputs = [t.requires_grad_() for t in case.inputs]
-        expected = linear_act(*inputs, activation).detach()
-        with mode(), Calls() as calls:
-            y = linear_act(*inputs, activation)
-        ((op, arguments, (_, saved)),) = calls.seen
-        assert op is forward_op and arguments[4] is False and saved.numel() == 0
-        assert not y.requires_grad
-        torch.testing.assert_close(y, expected)
-
-
-def kept_by(case, wanted=(True, True, True)):
-    """What save_for_backward is given: the inputs by name, and the bytes of everything else."""
-    inputs = [
-        None if t is None else t.detach().requires_grad_(need)
-        for t, need in zip(case.inputs, wanted, strict=True)
-    ]
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = linear_act(*inputs, case.activation)
-    known = {t.data_ptr(): n for t, n in zip(inputs, case.names, strict=True) if t is not None}
-    own = [t for t in kept if t.data_ptr() not in known]
-    assert all(t.data_ptr() != y.data_ptr() for t in own), "y itself is kept"
-    y.backward(case.dy)
-    return {known[t.data_ptr()] for t in kept if t.data_ptr() in known}, sum(t.nbytes for t in own)
-
-
-@pytest.mark.parametrize("dtypes", ("fp32", "bf16"))
-def test_what_is_kept_for_backward(device, dtypes):
-    """x, w, and with relu one bit an element; z where backward cannot do without; nothing else."""
-    m, n, size = 24, 40, DTYPES[dtypes][0].itemsize
-
-    def kept(activation, wanted=(True, True, True)):
-        return kept_by(make_case((m,), 16, n, device, DTYPES[dtypes], activation), wanted)
-
-    names, own = kept("relu")
-    assert {"x", "w"} <= names and own == m * n // 8
-    assert kept("identity")[1] == 0
-    for activation in ("gelu", "gelu_tanh", "silu"):
-        assert kept(activation)[1] == m * n * size
-    assert "x" not in kept("relu", (True, False, True))[0]
-    assert "x" not in kept("relu", (False, False, True))[0]
-
-
-def test_a_frozen_weight_costs_no_copy_of_x(device):
-    """x is not kept, and nothing of its size takes its place."""
-    if device != "cuda":
-        pytest.skip("torch counts the bytes of GPUs alone")
-    case = make_case((4096,), 2048, 8, device, activation="identity", bias=False)
-    x = case.x.detach().requires_grad_()
-    y = linear_act(x, case.w, None, "identity")
-    dx = torch.autograd.grad(y, x, case.dy, retain_graph=True)[0]
-    torch.cuda.synchronize()
-    del dx
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(y, x, case.dy)
-    grown = torch.cuda.max_memory_allocated() - before
-    assert grown < 1.5 * x.nbytes
-
-
-def test_double_backward_with_a_frozen_weight_says_what_is_missing(device):
-    case = make_case((4,), 6, 5, device)
-    x = case.x.detach().requires_grad_()
-    y = linear_act(x, case.w, case.b)
-    with pytest.raises(RuntimeError, match="^linear_act: a second backward needs x"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
-def test_backward_reads_what_the_hooks_give_back(device):
-    """Nothing large travels outside save_for_backward: tensors moved away and back still work."""
-    for activation in ACTIVATIONS:
-        case = make_case((4,), 6, 5, device, activation=activation)
-        inputs = [t.detach().requires_grad_() for t in case.inputs]
-        with torch.autograd.graph.save_on_cpu():
-            y = linear_act(*inputs, activation)
-        y.backward(case.dy)
-        expected = gradients(case)
-        for tensor, name in zip(inputs, OUTPUTS[1:], strict=True):
-            assert torch.equal(tensor.grad, expected[name])
-
-
-@pytest.mark.parametrize("reentrant", (False, True), ids=("new", "reentrant"))
-def test_checkpointing(device, reentrant):
-    case = make_case((4,), 6, 5, device, activation="gelu")
-    plain = gradients(case)
-    inputs = [t.detach().requires_grad_() for t in case.inputs]
-    y = checkpoint(linear_act, *inputs, "gelu", use_reentrant=reentrant)
-    y.backward(case.dy)
-    again = {"y": y, **{n: t.grad for n, t in zip(OUTPUTS[1:], inputs, strict=True)}}
-    for name in OUTPUTS:
-        assert torch.equal(plain[name], again[name]), name
-
-
-def test_a_change_in_place_before_backward_is_noticed(device):
-    case = make_case((4,), 6, 5, device)
-    w = case.w.detach().requires_grad_()
-    x = case.x.clone()
-    y = linear_act(x, w, case.b)
-    x.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_y_may_be_changed_in_place(device):
-    """relu keeps bits, so unlike torch's its result is free, and it is no view."""
-    for leading in ((), (4,), (2, 3)):
-        case = make_case(leading, 6, 5, device)
-        expected = gradients(case)["dw"]
-        w = case.w.detach().requires_grad_()
-        y = linear_act(case.x, w, case.b)
-        y.mul_(2)
-        (found,) = torch.autograd.grad(y, w, case.dy / 2)
-        torch.testing.assert_close(found, expected)
-
-
-# --- double backward, torch.func, forward mode -------------------------------------------------
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_double_backward_is_right(device, activation):
-    case = make_case((3,), 4, 2, device, DTYPES["fp64"], activation)
-    inputs = [t.requires_grad_() for t in case.inputs]
-    assert torch.autograd.gradgradcheck(
-        lambda *t: linear_act(*t, activation), inputs, fast_mode=True
-    )
-
-
-def gradient_penalty(case, fn):
-    """What WGAN-GP and R1 do: the gradient by x is part of the loss."""
-    inputs = [t.detach().requires_grad_() for t in case.inputs]
-    y = case.call(fn, inputs)
-    (slope,) = torch.autograd.grad(y.sum(), inputs[0], create_graph=True)
-    loss = (slope.flatten(1).norm(dim=1) - 1).square().mean() + y.mean()
-    return torch.autograd.grad(loss, inputs)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradient_penalty_is_right(device, activation):
-    case = make_case((5,), 6, 4, device, DTYPES["fp64"], activation)
-    torch.testing.assert_close(gradient_penalty(case, linear_act), gradient_penalty(case, eager))
-
-
-def test_gradient_penalty_under_compile_is_an_error(device):
-    torch._dynamo.reset()
-    case = make_case((5,), 6, 4, device)
-    compiled = torch.compile(linear_act, fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
-        gradient_penalty(case, compiled)
-
-
-def test_one_tensor_as_input_and_weight(device):
-    """Each use has its own gradient, and they add up: once, and through a second derivative."""
-    case = make_case((6,), 6, 6, device, DTYPES["fp64"])
-    results = []
-    for fn in (eager, linear_act):
-        t = case.x.detach().requires_grad_()
-        y = fn(t, t, case.b, "silu")
-        (first,) = torch.autograd.grad(y.square().sum(), t, create_graph=True)
-        results.append([first, *torch.autograd.grad(first.square().sum(), t)])
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_func_grad_and_vjp(device, activation):
-    case = make_case((4,), 5, 3, device, DTYPES["fp64"], activation)
-
-    def loss(fn, *inputs):
-        return fn(*inputs, activation).square().sum()
-
-    everything = (1, 2, 3)
-    ours = torch.func.grad(loss, everything)(linear_act, *case.inputs)
-    torch.testing.assert_close(ours, torch.func.grad(loss, everything)(eager, *case.inputs))
-    results = []
-    for fn in (linear_act, eager):
-        y, pull = torch.func.vjp(lambda *t, fn=fn: fn(*t, activation), *case.inputs)
-        results.append((y, pull(case.dy)))
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_func_jvp_and_forward_mode(device, activation):
-    case = make_case((4,), 5, 3, device, DTYPES["fp64"], activation)
-    tangents = tuple(torch.randn_like(t) for t in case.inputs)
-
-    def of(fn):
-        return torch.func.jvp(lambda *t: fn(*t, activation), case.inputs, tangents)
-
-    torch.testing.assert_close(of(linear_act), of(eager))
-    results = []
-    for fn in (linear_act, eager):
-        with forward_ad.dual_level():
-            y = fn(forward_ad.make_dual(case.x, tangents[0]), *case.arguments[1:])
-            results.append(forward_ad.unpack_dual(y).tangent)
-    torch.testing.assert_close(*results)
-
-
-def test_func_vmap(device):
-    case = make_case((4,), 5, 3, device, DTYPES["fp64"], "gelu")
-    x = torch.randn(3, *case.x.shape, dtype=torch.float64, device=device)
-    w = torch.randn(3, *case.w.shape, dtype=torch.float64, device=device)
-
-    def run(fn):
-        return torch.func.vmap(lambda x, w: fn(x, w, case.b, "gelu"))(x, w)
-
-    torch.testing.assert_close(run(linear_act), run(eager))
-
-
-def test_per_sample_gradients(device):
-    """What differential privacy does: vmap over grad."""
-    case = make_case((4,), 5, 3, device, DTYPES["fp64"], "gelu")
-
-    def run(fn):
-        def loss(w, row):
-            return fn(row, w, case.b, "gelu").square().sum()
-
-        return torch.func.vmap(torch.func.grad(loss), (None, 0))(case.w, case.x)
-
-    torch.testing.assert_close(run(linear_act), run(eager))
-
-
-@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
-def test_func_jacobians(device, transform):
-    case = make_case((2,), 5, 3, device, DTYPES["fp64"], "silu")
-
-    def of_b(fn):
-        return transform(lambda b: fn(case.x, case.w, b, "silu"))(case.b)
-
-    torch.testing.assert_close(of_b(linear_act), of_b(eager))
-
-
-def test_batched_gradients(device):
-    """Backward itself under vmap, as autograd.functional.jacobian(vectorize=True) runs it."""
-    case = make_case((4,), 5, 3, device, DTYPES["fp64"], "gelu_tanh")
-    inputs = [t.requires_grad_() for t in case.inputs]
-    dy = torch.randn(4, *case.dy.shape, dtype=torch.float64, device=device)
-    results = [
-        torch.autograd.grad(fn(*inputs, "gelu_tanh"), inputs, dy, is_grads_batched=True)
-        for fn in (linear_act, eager)
-    ]
-    torch.testing.assert_close(*results)
-
-
-# --- autocast and what torch is set to ---------------------------------------------------------
-
-
-def autocast_dtypes(device):
-    return (torch.bfloat16,) if device == "cpu" else (torch.float16, torch.bfloat16)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_autocast_rounds_as_torch_does(device, activation):
-    for dtype in autocast_dtypes(device):
-        case = make_case((9,), 24, 16, device, DTYPES["fp32"], activation)
-        with torch.autocast(device, dtype):
-            ours, theirs = gradients(dy_of(case, dtype)), gradients(dy_of(case, dtype), eager)
-        right = dy_of(rounded(case, dtype), dtype).reference()
-        assert_right(Results(ours, right), Results(theirs, right), computed_in=dtype)
-        assert ours["y"].dtype == dtype and ours["dw"].dtype == torch.float32
-
-
-def dy_of(case, dtype):
-    return type(case)(*case.inputs, case.dy.to(dtype), case.activation)
-
-
-def rounded(case, dtype):
-    """The same numbers as the product sees them."""
-    return type(case)(*(t.to(dtype) for t in case.inputs), case.dy, case.activation)
-
-
-def test_autocast_leaves_float64_alone_and_takes_half(device):
-    for dtypes in ("fp64", "bf16", "bf16-fp32"):
-        case = make_case((9,), 24, 16, device, DTYPES[dtypes], "relu")
-        plain = gradients(case)
-        with torch.autocast(device, torch.bfloat16):
-            cast = gradients(case)
-        for name in OUTPUTS:
-            assert plain[name].dtype == cast[name].dtype and torch.equal(plain[name], cast[name])
-
-
-def test_autocast_under_a_transform_too(device):
-    case = make_case((9,), 24, 16, device, DTYPES["fp32"], "relu")
-    with torch.autocast(device, torch.bfloat16):
-        y = torch.func.vmap(lambda x: linear_act(x, *case.arguments[1:]))(case.x)
-        assert y.dtype == torch.bfloat16
-        torch.testing.assert_close(y, linear_act(*case.arguments), atol=0.02, rtol=0.02)
-
-
-def test_backward_outside_autocast_is_the_same(device):
-    """As in every training loop: forward inside the block, backward behind it."""
-    case = make_case((9,), 24, 16, device, DTYPES["fp32"], "gelu")
-    found = []
-    for inside in (True, False):
-        inputs = [t.detach().requires_grad_() for t in case.inputs]
-        with torch.autocast(device, torch.bfloat16):
-            y = linear_act(*inputs, "gelu")
-            if inside:
-                y.backward(case.dy.bfloat16())
-        if not inside:
-            y.backward(case.dy.bfloat16())
-        found.append([t.grad for t in inputs])
-    assert all(map(torch.equal, *found))
-
-
-def cuda_tensor(dtype):
-    """All that product_math looks at, for machines without a GPU."""
-    return types.SimpleNamespace(is_cuda=True, dtype=dtype)
-
-
-def test_tf32_follows_both_of_torchs_switches(run_python):
-    """In a process of its own: torch refuses to read the older switch once the newer was set."""
-    run_python(
-        """
-        import torch
-        from test_linear_act import cuda_tensor
-        from fusewise.functional._products import product_math
-
-        def tf32(dtype=torch.float32):
-            return product_math(cuda_tensor(dtype))[0]
-
-        matmul = torch.backends.cuda.matmul
-        assert tf32() is False  # torch's default
-        for value in (True, False):
-            matmul.allow_tf32 = value
-            assert tf32() is value and tf32(torch.float64) is tf32(torch.float16) is False
-        for value in ("high", "medium", "highest"):
-            torch.set_float32_matmul_precision(value)
-            assert tf32() is (value != "highest")
-        for value in ("tf32", "ieee", "tf32"):
-            matmul.fp32_precision = value
-            assert tf32() is (value == "tf32") and tf32(torch.bfloat16) is False
-        """
-    )
-
-
-@pytest.mark.parametrize("name", ("fp16", "bf16"))
-def test_sums_of_halves_follow_torchs_switch(name):
-    dtype = DTYPES[name][0]
-    other = torch.bfloat16 if name == "fp16" else torch.float16
-    matmul = torch.backends.cuda.matmul
-    switch = f"allow_{name}_reduced_precision_reduction"
-    before = getattr(matmul, switch)
-    try:
-        for value in (False, True):
-            setattr(matmul, switch, value)
-            assert product_math(cuda_tensor(dtype))[1] is value
-            assert product_math(cuda_tensor(other))[1] is True
-            assert product_math(cuda_tensor(torch.float32))[1] is True
-    finally:
-        setattr(matmul, switch, before)
-
-
-def test_deterministic_algorithms_measure_nothing(device):
-    case = make_case((9,), 24, 16, device, activation="gelu")
-    assert product_math(cuda_tensor(torch.float32))[2] is True
-    torch.use_deterministic_algorithms(True)
-    choices = pathlib.Path(os.environ["XDG_CACHE_HOME"], "fusewise", "products")
-    before = choices.read_text() if choices.exists() else None
-    try:
-        assert product_math(cuda_tensor(torch.float32))[2] is False
-        case.check_every_implementation()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert (choices.read_text() if choices.exists() else None) == before
-
-
-def test_settings_of_gpus_do_not_matter_on_the_cpu():
-    assert product_math(torch.ones(1)) == MATH
-
-
-# --- torch.compile and torch.export ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("activation", ("relu", "gelu"))
-def test_compile_fullgraph_with_dynamic_batch(device, activation):
-    torch._dynamo.reset()
-    module = fusewise.nn.LinearAct(12, 9, activation=activation, device=device)
-    compiled = torch.compile(module, fullgraph=True)
-
-    def step(fn, batch):
-        torch.manual_seed(batch)
-        x = torch.randn(batch, 3, 12, device=device).requires_grad_()
-        torch._dynamo.mark_dynamic(x, 0)
-        y = fn(x)
-        return [y, *torch.autograd.grad(y.square().sum(), (x, *module.parameters()))]
-
-    step(compiled, 2)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for batch in (3, 5, 8):
-            ours, plain = step(compiled, batch), step(module, batch)
-            assert ours[0].stride() == plain[0].stride()
-            torch.testing.assert_close(ours, plain)
-
-
-def test_compile_without_gradient(device):
-    torch._dynamo.reset()
-    case = make_case((3,), 6, 5, device)
-    compiled = torch.compile(linear_act, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        assert torch.equal(compiled(*case.arguments), linear_act(*case.arguments))
-
-
-def test_compile_under_autocast(device):
-    torch._dynamo.reset()
-    case = make_case((3,), 6, 5, device, activation="silu")
-    compiled = torch.compile(linear_act, fullgraph=True, backend="aot_eager")
-    with torch.autocast(device, torch.bfloat16):
-        case.dy = case.dy.bfloat16()
-        ours, plain = gradients(case, compiled), gradients(case)
-    for name in OUTPUTS:
-        torch.testing.assert_close(ours[name], plain[name])
-
-
-def test_compile_refuses_bad_shapes_while_tracing(device):
-    torch._dynamo.reset()
-    case = make_case((3,), 6, 5, device)
-    compiled = torch.compile(linear_act, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=r"w: expected \[N, 6\] as x has 6 features, got \[5, 4\]"):
-        compiled(case.x, case.w[:, :4], None)
-
-
-def test_compiled_functions_follow_the_settings(device):
-    """A forced name is a constant of the graph, and a change of it compiles anew."""
-    torch._dynamo.reset()
-    case = make_case((3,), 6, 5, device)
-    name = case.implementations()[-1]["linear_act_backward"]
-    forced = []
-
-    def backend(graph, _):
-        nodes = [n for n in graph.graph.nodes if "linear_act" in str(n.target)]
-        forced.extend(node.args[-1] for node in nodes)
-        return graph
-
-    compiled = torch.compile(linear_act, fullgraph=True, backend=backend)
-    forward = case.implementations()[0]["linear_act"]
-    compiled(*case.arguments)
-    with fusewise.implementation(linear_act=forward, linear_act_backward=name):
-        compiled(*case.arguments)
-    assert forced == ["", forward]
-
-
-def test_func_transform_inside_compile(device):
-    torch._dynamo.reset()
-    case = make_case((3,), 6, 5, device, DTYPES["fp64"], "silu")
-
-    def slope(fn):
-        return lambda x, w, b: torch.func.grad(lambda x: fn(x, w, b, "silu").square().sum())(x)
-
-    compiled = torch.compile(slope(linear_act), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*case.inputs), slope(eager)(*case.inputs))
-
-
-def test_export_with_dynamic_batch(device):
-    module = fusewise.nn.LinearAct(12, 9, device=device).eval()
-    x = torch.randn(4, 12, device=device)
-    batch = torch.export.Dim("batch", min=1, max=1024)
-    with torch.no_grad():
-        program = torch.export.export(module, (x,), dynamic_shapes=({0: batch},))
-        for n in (1, 4, 9):
-            x = torch.randn(n, 12, device=device)
-            assert torch.equal(program.module()(x), module(x))
 
 
 def test_host_memory_is_flat_over_many_calls():

@@ -1,12 +1,16 @@
-"""One mistake, one message: from the kernels, from what a tracer sees, and under torch.compile."""
+"""One mistake, one message: from C++, in eager mode, while tracing, and under torch.compile."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 import autoencoder_reference
+import linear_reference
 import reference
-from fusewise.functional import squeeze_excite
+from fusewise.functional import linear_act, mlp, squeeze_excite
 from fusewise.models._autoencoder import autoencoder
 
 
@@ -28,10 +32,30 @@ def model(**changes):
     return call, named, changes
 
 
+def layer(**changes):
+    case = linear_reference.make_case((2, 3), 6, 4)
+    named = dict(zip(("x", "w", "b", "activation"), case.arguments, strict=True))
+    return linear_act, named, changes
+
+
+def stack(i=None, **changes):
+    """With a change in layer i."""
+    case = linear_reference.make_mlp_case((3,), (6, 5, 4))
+    names = ("x", "weights", "biases", "activation", "final_activation")
+    named = dict(zip(names, case.arguments, strict=True))
+    if i is not None:
+        changes = {
+            name: [*named[name][:i], tensor, *named[name][i + 1 :]]
+            for name, tensor in changes.items()
+        }
+    return mlp, named, changes
+
+
 def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
+ACTIVATIONS = "'identity', 'relu', 'gelu', 'gelu_tanh' or 'silu'"
 MISTAKES = {
     "x: expected [N, C, H, W], got [2, 6, 4]": lambda: excitation(x=zeros(2, 6, 4)),
     "x: expected [N, C, H, W] with C, H and W >= 1, got [2, 0, 4, 5]": lambda: excitation(
@@ -66,6 +90,33 @@ MISTAKES = {
         activation="gelu"
     ),
     "gate: expected 'sigmoid' or 'hardsigmoid', got 'tanh'": lambda: excitation(gate="tanh"),
+    "x: expected [..., K], got []": lambda: layer(x=zeros()),
+    "x: expected a floating dtype, got int32": lambda: layer(x=zeros(3, 6, dtype=torch.int32)),
+    "x: expected a floating dtype, got uint8": lambda: layer(x=zeros(3, 6, dtype=torch.uint8)),
+    "w: expected [N, 6], got [4, 5]": lambda: layer(w=zeros(4, 5)),
+    "w: expected [N, 6], got [6]": lambda: layer(w=zeros(6)),
+    "w: expected [N, 5], got [4, 6]": lambda: layer(x=zeros(2, 2, 2, 2, 2, 2, 5)),
+    "w: expected at most 6 dimensions, got 7": lambda: layer(w=zeros(1, 1, 1, 1, 1, 1, 1)),
+    "w: expected dtype float32 as x, got float64": lambda: layer(w=zeros(4, 6, dtype=torch.double)),
+    "b: expected [4], got [6]": lambda: layer(b=zeros(6)),
+    "b: expected dtype float16 as x, got bfloat16": lambda: layer(
+        x=zeros(3, 6, dtype=torch.half), b=zeros(4, dtype=torch.bfloat16)
+    ),
+    f"activation: expected {ACTIVATIONS}, got 'tanh'": lambda: layer(activation="tanh"),
+    "layer 0: x: expected [..., K], got []": lambda: stack(x=zeros()),
+    "layer 0: x: expected a floating dtype, got bool": lambda: stack(
+        x=zeros(3, 6, dtype=torch.bool)
+    ),
+    "layer 0: w: expected [N, 6], got [5, 7]": lambda: stack(0, weights=zeros(5, 7)),
+    "layer 1: w: expected [N, 5], got [4, 6]": lambda: stack(1, weights=zeros(4, 6)),
+    "layer 1: w: expected dtype float32 as x, got float64": lambda: stack(
+        1, weights=zeros(4, 5, dtype=torch.double)
+    ),
+    "layer 0: b: expected a floating dtype, got int64": lambda: stack(
+        0, biases=zeros(5, dtype=torch.int64)
+    ),
+    "layer 1: b: expected [4], got [5]": lambda: stack(1, biases=zeros(5)),
+    f"final_activation: expected {ACTIVATIONS}, got 'tanh'": lambda: stack(final_activation="tanh"),
     "x: expected [N, 18] or [N, 3, 6], got [2, 17]": lambda: model(x=zeros(2, 17)),
     "x: expected [N, 18] or [N, 3, 6], got [2, 6, 3]": lambda: model(x=zeros(2, 6, 3)),
     "x: expected a floating dtype, got bool": lambda: model(x=zeros(2, 18, dtype=torch.bool)),
@@ -106,7 +157,15 @@ def test_one_mistake_has_one_message(message):
     assert str(transformed.value) == message
 
 
-@pytest.mark.parametrize("make", [excitation, model])
+def test_cpp_has_the_same_messages():
+    """What the C++ tests expect of the core are messages of the list."""
+    source = (Path(__file__).parents[1] / "cpp" / "test_messages.cpp").read_text()
+    expected = re.findall(r'"(.*: expected .*)"', source)
+    assert len(expected) >= 5
+    assert set(expected) <= set(MISTAKES)
+
+
+@pytest.mark.parametrize("make", [excitation, layer, stack, model])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_right_arguments_pass_everywhere(make, rows):
     function, named, _ = make()

@@ -13,14 +13,17 @@ from linear_reference import (
     ACTIVATIONS,
     DTYPES,
     LAYOUTS,
+    MATH,
     check_together,
     eager_mlp,
+    gradient_penalty,
     gradients,
     make_mlp_case,
     same_bits,
 )
-from test_linear_act import MATH, few_threads, gradient_penalty  # noqa: F401 - a fixture
-from test_squeeze_excite import Calls
+from probes import Calls
+
+pytestmark = pytest.mark.usefixtures("few_threads")
 
 forward_op = torch.ops.fusewise._mlp.default
 backward_op = torch.ops.fusewise._mlp_backward.default

@@ -32,7 +32,7 @@ def test_what_is_written_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     "damage, said",
     [
-        (lambda r: r["rows"][2].pop("floor"), "rows[2].floor is missing"),
+        (lambda r: r["rows"][2].pop("layout"), "rows[2].layout is missing"),
         (lambda r: r["rows"][0].update(more=1), "rows[0].more is unknown"),
         (lambda r: r["rows"][1].update(count=True), "rows[1].count is True"),
         (lambda r: r["rows"][0]["shape"].append("4"), "rows[0].shape[4] is '4'"),

@@ -8,8 +8,8 @@ import torch
 import fusewise
 from fusewise._settings import settings
 from fusewise.functional import squeeze_excite
+from probes import Calls
 from reference import make_case
-from test_squeeze_excite import Calls
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
 """Squeeze-and-Excitation: right numbers on every way, and at home in torch."""
 
 import itertools
-import resource
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusewise
 from fusewise.functional import squeeze_excite
+from probes import Calls, resident_bytes
 from reference import (
     ACTIVATIONS,
     DTYPES,
@@ -25,20 +24,6 @@ from reference import (
 
 forward_op = torch.ops.fusewise._squeeze_excite.default
 backward_op = torch.ops.fusewise._squeeze_excite_backward.default
-
-
-class Calls(TorchDispatchMode):
-    """Records every fused operator that runs, with arguments and results."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "fusewise":
-            self.seen.append((func, args, result))
-        return result
 
 
 # --- numbers -----------------------------------------------------------------------------------
@@ -214,7 +199,7 @@ def test_gradients_of_the_formula_on_meta_tensors():
 def test_opcheck_explain(device):
     case = make_case((2, 6, 4, 5), 3, device)
     explain = torch.ops.fusewise._squeeze_excite_explain.default
-    torch.library.opcheck(explain, (*case.arguments, False, ""), test_utils="test_schema")
+    torch.library.opcheck(explain, (*case.arguments, False, False, ""), test_utils="test_schema")
 
 
 def test_meta_tensors_get_shapes_and_strides():
@@ -406,11 +391,6 @@ def test_export_with_dynamic_batch(device):
         for n in (1, 4, 9):
             x = torch.randn(n, 12, 6, 5, device=device)
             assert torch.equal(program.module()(x), module(x))
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 def test_host_memory_is_flat_over_many_calls():

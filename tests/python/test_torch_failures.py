@@ -50,7 +50,7 @@ CALLS = """
 import torch
 from fusewise.functional import linear_act, mlp
 
-x, w, b = torch.randn(5, 4), torch.randn(3, 4, requires_grad=True), torch.randn(3)
+x, w, b = torch.randn(50, 40), torch.randn(30, 40, requires_grad=True), torch.randn(30)
 failing = {
     "aten::addmm: ": lambda: linear_act(x, w, b, "relu"),
     "aten::mm: ": lambda: linear_act(x, w, None, "relu"),
@@ -64,6 +64,7 @@ for start, call in failing.items():
         assert str(error).startswith(start), error
     else:
         raise AssertionError(start)
+linear_act(torch.randn(5, 4), torch.randn(3, 4), torch.randn(3))  # too small to be torch's
 """
 
 

@@ -4,6 +4,7 @@ error types. Everything here is private; `fusewise.functional` is the door."""
 from . import _flops  # noqa: F401 - registers what torch's counter of operations asks for
 from ._library import (
     CUDA_MISSING,
+    OPERATOR_NAMES,
     WAY_OUT,
     build_info,
     dtensor_error,
@@ -12,16 +13,7 @@ from ._library import (
 )
 from ._operator import Operator, wide_dtype
 from .autoencoder import AUTOENCODER, AUTOENCODER_WEIGHTS
-from .linear_act import (
-    ACTIVATIONS,
-    check_linear_act,
-    linear_act,
-    linear_act_backward,
-    linear_act_explain,
-    mlp,
-    mlp_backward,
-    wrong_linear_type,
-)
+from .linear_act import ACTIVATIONS, LINEAR_ACT, in_layer, mlp, mlp_backward, wrong_words
 from .squeeze_excite import SQUEEZE_EXCITE, missing_activation
 
 __all__ = [
@@ -29,20 +21,19 @@ __all__ = [
     "AUTOENCODER",
     "AUTOENCODER_WEIGHTS",
     "CUDA_MISSING",
+    "LINEAR_ACT",
+    "OPERATOR_NAMES",
     "SQUEEZE_EXCITE",
     "WAY_OUT",
     "Operator",
     "build_info",
-    "check_linear_act",
     "dtensor_error",
-    "linear_act",
-    "linear_act_backward",
-    "linear_act_explain",
+    "in_layer",
     "missing_activation",
     "mlp",
     "mlp_backward",
     "refuse_onnx",
     "rephrased",
     "wide_dtype",
-    "wrong_linear_type",
+    "wrong_words",
 ]

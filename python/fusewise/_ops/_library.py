@@ -39,6 +39,9 @@ def _load() -> str:
 CUDA_MISSING = _load()
 
 
+OPERATOR_NAMES = torch.ops.fusewise._operators().split()
+
+
 def build_info() -> dict[str, str]:
     """How the loaded libraries were built: compiler, instruction sets, CUDA version, ..."""
     text = torch.ops.fusewise._build_info()

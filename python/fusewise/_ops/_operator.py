@@ -25,9 +25,11 @@ class TensorRule(NamedTuple):
     type: str
     layout: str
     read: bool
-    """Whether backward reads it."""
+    """Whether backward reads it,"""
+    only_for: str
+    """and for the gradient of which input alone, where it does so."""
     differentiable: bool
-    only_with: str
+    only_with: list[str]
 
     @property
     def optional(self) -> bool:
@@ -46,8 +48,9 @@ class Operator:
         for line in getattr(torch.ops.fusewise, f"_{name}_description")().splitlines():
             kind, *fields = line.split("\t")
             if kind == "tensor":
-                *texts, read, differentiable, only_with = fields
-                tensors.append(TensorRule(*texts, read == "1", differentiable == "1", only_with))
+                *texts, read, only_for, differentiable, only_with = fields
+                use = (read == "1", only_for, differentiable == "1")
+                tensors.append(TensorRule(*texts, *use, only_with.split()))
             elif kind == "choice":
                 self.choices[fields[0]] = fields[1].split()
             elif kind == "flag":
@@ -59,9 +62,15 @@ class Operator:
         self.inputs = [rule for rule in tensors if rule.role in ("input", "optional_input")]
         self._outputs = [rule for rule in tensors if rule.role == "output"]
         self._saved = [rule for rule in tensors if rule.role in ("saved", "optional_saved")]
-        self.read_back = [i for i, rule in enumerate(self.inputs) if rule.read]
-        """Which of the inputs backward gets."""
-        torch.library.register_fake(f"fusewise::_{name}")(self._fake_forward)
+        self._read = [i for i, rule in enumerate(self.inputs) if rule.read]
+        self.read_back = [*self._read, len(self.inputs)]
+        """Of the inputs, with what forward saved behind them, the places of those that backward
+        gets."""
+        names = [rule.name for rule in self.inputs]
+        only_for = self.inputs[0].only_for
+        self.first_is_for = names.index(only_for) if only_for else None
+        """The input whose gradient alone the first one is read for, where it is for one alone."""
+        torch.library.register_fake(f"fusewise::_{name}")(self.fake_forward)
         torch.library.register_fake(f"fusewise::_{name}_backward")(self._fake_backward)
 
     def wrong_type(self, tensors, words=()) -> TypeError | None:
@@ -77,8 +86,20 @@ class Operator:
                 return TypeError(f"{rule.name}: expected {wanted}, got {got}")
         for name, word in zip(self.choices, words, strict=False):
             if not isinstance(word, str):
-                return TypeError(f"{name}: expected {self._words(name)}, got {word!r}")
+                return self.wrong_word(name, word)
         return None
+
+    def wrong_word(self, choice: str, word: str, name: str = "") -> Exception | None:
+        """What a word that the choice does not have gets, under the choice's name or another."""
+        if word in self.choices[choice]:
+            return None
+        message = f"{name or choice}: expected {self.words(choice)}, got {word!r}"
+        return RuntimeError(message) if isinstance(word, str) else TypeError(message)
+
+    def words(self, choice: str) -> str:
+        """ "'silu', 'relu' or 'hardswish'" """
+        *rest, last = map(repr, self.choices[choice])
+        return f"{', '.join(rest)} or {last}" if rest else last
 
     def check(self, tensors, words) -> dict[str, int]:
         """Refuses what the operator refuses; returns what the letters of the shapes stand for."""
@@ -90,21 +111,17 @@ class Operator:
         """Of one input, where the letters stand for these sizes."""
         self._check_shape(next(r for r in self.inputs if r.name == name), tensor, sizes)
 
-    def _words(self, name: str) -> str:
-        *rest, last = (f"'{word}'" for word in self.choices[name])
-        return f"{', '.join(rest)} or {last}" if rest else last
-
     def _check(self, given, words) -> dict[str, int]:
         given = [(rule, tensor) for rule, tensor in given if tensor is not None]
         for rule, tensor in given:
             if tensor.dtype not in _FLOATING:
                 _refuse(f"{rule.name}: expected a floating dtype, got {_name(tensor.dtype)}")
-            if tensor.dim() > _MOST_DIMENSIONS:
+            if tensor.dim() > _MOST_DIMENSIONS and not _has_leading(rule.shape):
                 most = f"at most {_MOST_DIMENSIONS} dimensions"
                 _refuse(f"{rule.name}: expected {most}, got {tensor.dim()}")
-        for (name, known), word in zip(self.choices.items(), words, strict=True):
-            if word not in known:
-                _refuse(f"{name}: expected {self._words(name)}, got '{word}'")
+        for name, word in zip(self.choices, words, strict=True):
+            if error := self.wrong_word(name, word):
+                raise error
         named = {rule.name: (rule, tensor) for rule, tensor in given}
         sizes: dict[str, int] = {}
         for name in self._order:
@@ -148,27 +165,32 @@ class Operator:
                 wanted = f"dtype {_name(expected)} as {first}"
                 _refuse(f"{rule.name}: expected {wanted}, got {_name(dtype)}")
 
-    def _fake_forward(self, *arguments):
+    def fake_forward(self, *arguments):
+        """What the operator gives a tracer."""
         refuse_onnx(self.name)
         count = len(self.inputs)
         tensors, words = arguments[:count], arguments[count : count + len(self.choices)]
         save = arguments[-2]
         sizes = self._check(list(zip(self.inputs, tensors, strict=True)), words)
         named = dict(zip((rule.name for rule in self.inputs), tensors, strict=True))
-        (output,) = (r for r in self._outputs if not r.only_with or r.only_with == words[0])
+        (output,) = _with_word(self._outputs, words)
         if output.shape in named:
             result = torch.empty_like(named[output.shape])
         else:
-            result = self._empty(output, self.inputs, tensors, sizes)
-        if not save:
+            result = self._empty(output, self.inputs, tensors, sizes, tensors[0].shape[:-1])
+        saved = [
+            self._empty(rule, self.inputs, tensors, sizes)
+            for rule in _with_word(self._saved, words)
+            if save
+        ]
+        if not saved:
             return result, tensors[0].new_empty(0, dtype=torch.float32)
-        saved = [self._empty(rule, self.inputs, tensors, sizes) for rule in self._saved]
         if len(saved) == 1:
             return result, saved[0]
         return result, saved[0].new_empty(sum(t.numel() for t in saved))
 
     def _fake_backward(self, gradient, *arguments):
-        read = [self.inputs[i] for i in self.read_back]
+        read = [self.inputs[i] for i in self._read]
         tensors, words = arguments[: len(read)], arguments[len(read) + 1 :][: len(self.choices)]
         needed = arguments[-2]
         sizes = self._check(list(zip(read, tensors, strict=True)), words)
@@ -182,23 +204,37 @@ class Operator:
             tensor = named.get(rule.name)
             if tensor is None:
                 results.append(self._empty(rule, read, tensors, sizes))
-            elif rule.layout == "any":
-                results.append(torch.empty_like(tensor))
-            else:
+            elif rule.layout == "dense":
                 results.append(tensor.new_empty(tensor.shape))
+            else:
+                results.append(torch.empty_like(tensor))
         return results
 
     @staticmethod
-    def _empty(rule, inputs, tensors, sizes):
-        """A dense tensor as the rule describes it, beside these inputs."""
+    def _empty(rule, inputs, tensors, sizes, leading=None):
+        """A dense tensor as the rule describes it, beside these inputs; with these leading sizes,
+        where its shape has any."""
         shape = [
-            int(size) if size.isdigit() else _product(sizes[letter] for letter in size)
+            int(size) if size.isdigit() else _product(sizes[letter] for letter in size.strip("*"))
             for size in rule.shape.split(" | ")[0].split()
         ]
+        if rule.type == "bits":
+            return tensors[0].new_empty((*shape[:-1], (shape[-1] + 7) // 8), dtype=torch.uint8)
+        if leading is not None and _has_leading(rule.shape):
+            shape = [*leading, *shape[1:]]
         if rule.type == "statistics":
             return tensors[0].new_empty(shape, dtype=wide_dtype(tensors[0]))
         same = (t for r, t in zip(inputs, tensors, strict=True) if r.type == rule.type)
         return next(same).new_empty(shape)
+
+
+def _with_word(rules: list[TensorRule], words) -> list[TensorRule]:
+    """Those that are there with the value of the first choice."""
+    return [rule for rule in rules if not rule.only_with or words[0] in rule.only_with]
+
+
+def _has_leading(shape: str) -> bool:
+    return shape[1:2] == "*"
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -229,6 +265,11 @@ def _name(dtype: torch.dtype) -> str:
 
 def _fitted(wanted: list[str], shape: list[int], sizes: dict[str, int]) -> dict[str, int] | None:
     """The letters with what the shape adds to them; None where it does not fit."""
+    if wanted[0].endswith("*") and len(shape) >= len(wanted) - 1:
+        # Nothing compares the leading sizes, so symbols stay free.
+        count = len(shape) - len(wanted) + 1
+        wanted = [wanted[0].strip("*"), *wanted[1:]]
+        shape = [_product(shape[:count]), *shape[count:]]
     if len(wanted) != len(shape):
         return None
     found = dict(sizes)
@@ -257,6 +298,8 @@ def _written_shape(shape: str, sizes: dict[str, int]) -> str:
     """ "[R, 48] or [R, 48, 1, 1]" """
 
     def written(size):
+        if size.endswith("*"):
+            return str(sizes[size[0]]) if size[0] in sizes else "..."
         unknown = [letter for letter in size if letter not in sizes and not letter.isdigit()]
         if size.isdigit():
             return size

@@ -6,8 +6,8 @@ SQUEEZE_EXCITE = Operator("squeeze_excite")
 
 
 def missing_activation():
-    *rest, last = (f"'{word}'" for word in SQUEEZE_EXCITE.choices["activation"])
+    words = SQUEEZE_EXCITE.words("activation")
     return TypeError(
-        f"activation: expected {', '.join(rest)} or {last}, got nothing; it has no default because "
-        "torchvision's SqueezeExcitation has 'relu' and timm's depends on the model"
+        f"activation: expected {words}, got nothing; it has no default because torchvision's "
+        "SqueezeExcitation has 'relu' and timm's depends on the model"
     )

@@ -9,7 +9,8 @@ from .verdict import CLOCKS
 
 # Two runs of the same code on a quiet machine differ by so much in their medians now and then.
 _ALWAYS = 0.02
-_CONTROL = "eager"
+# What did not change between two runs: torch's own operators, or the empty one.
+_CONTROLS = ("eager", "empty")
 
 
 def compare(old: dict, new: dict) -> dict:
@@ -54,7 +55,7 @@ def tables(compared: dict) -> list[Table]:
         ]
         if rows:
             header = ["case", "direction", "verdict", "old / new", "95 % interval", "same within"]
-            header += ["old µs", "new µs", "eager, old / new"]
+            header += ["old µs", "new µs", "control, old / new"]
             table = Table(title, header, rows, text_columns=3, keep=6)
             found.append(table.without_empty_columns())
     return found
@@ -81,7 +82,8 @@ def lines(compared: dict) -> list[str]:
     return [
         *found,
         "better, worse: the whole 95 % interval of old / new lies outside of `same within`, which "
-        f"is {_ALWAYS:.0%} either way, or the interval of eager's old / new where that is wider",
+        f"is {_ALWAYS:.0%} either way, or the interval of the control's old / new where that is "
+        "wider; the control is eager, or the empty operator",
     ]
 
 
@@ -112,15 +114,18 @@ def _row(old: dict, new: dict) -> dict:
         return named | {"clocks": {clock: {"verdict": verdict, "said": said}}}
     clocks = {}
     for clock in CLOCKS:
-        if all(clock in row["contenders"][OURS] for row in (old, new)):
-            control = None
-            if all(clock in row["contenders"].get(_CONTROL, {}) for row in (old, new)):
-                control = _change(old, new, _CONTROL, clock)
+        if _both_have(old, new, OURS, clock):
+            known = (name for name in _CONTROLS if _both_have(old, new, name, clock))
+            control = next((_change(old, new, name, clock) for name in known), None)
             clocks[clock] = _judge(_change(old, new, OURS, clock), control) | {
                 "old": old["contenders"][OURS][clock]["median"],
                 "new": new["contenders"][OURS][clock]["median"],
             }
     return named | {"clocks": clocks}
+
+
+def _both_have(old: dict, new: dict, who: str, clock: str) -> bool:
+    return all(clock in row["contenders"].get(who, {}) for row in (old, new))
 
 
 def _change(old: dict, new: dict, who: str, clock: str) -> Ratio:
@@ -129,8 +134,8 @@ def _change(old: dict, new: dict, who: str, clock: str) -> Ratio:
 
 
 def _judge(change: Ratio, control: Ratio | None) -> dict:
-    """Better or worse only beyond 2 % and beyond what eager, which did not change, moved itself:
-    the intervals know the noise within a run, not that between two."""
+    """Better or worse only beyond 2 % and beyond what the control, which did not change, moved
+    itself: the intervals know the noise within a run, not that between two."""
     low = min(1 - _ALWAYS, control.low if control else 1)
     high = max(1 + _ALWAYS, control.high if control else 1)
     verdict = "better" if change.low > high else "worse" if change.high < low else "same"

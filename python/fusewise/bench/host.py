@@ -9,12 +9,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .._usage import UsageError
+from ..functional._transforms import direct_apply
 from .baselines import OURS, caller
 from .families.family import STEP, Workload
 from .measure import Call, LoopTimer, interleave
+from .naive import naive_library
 from .statistics import median
-
-_LIBRARY = torch.library.Library("fusewise_empty", "DEF")
 
 
 def host(row: dict, tensors: int, device: str) -> dict | None:
@@ -47,7 +48,7 @@ def empty_call(device: str, tensors: int, mode: str) -> Call:
 def empty(*tensors: Tensor) -> Tensor:
     """As `fusewise.functional` calls its operators: directly, or in an autograd.Function."""
     if torch.is_grad_enabled():
-        return _Empty.apply(*tensors)
+        return _apply(*tensors)
     return operator(len(tensors), 1)(*tensors)
 
 
@@ -60,21 +61,15 @@ class _Empty(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         tensors = ctx.saved_tensors
-        found = operator(len(tensors) + 1, len(tensors))(*tensors, gradient)
-        return found if isinstance(found, (tuple, list)) else (found,)
+        return operator(len(tensors) + 1, len(tensors))(*tensors, gradient)
+
+
+_apply = direct_apply(_Empty)
 
 
 @cache
 def operator(inputs: int, outputs: int):
-    """Gives back the first of its tensors, in tensors of their own as every operator does."""
-    name = f"empty_{inputs}_{outputs}"
-    arguments = ", ".join(f"Tensor t{i}" for i in range(inputs))
-    results = ", ".join(["Tensor"] * outputs)
-    _LIBRARY.define(f"{name}({arguments}) -> ({results})")
-
-    def run(*tensors):
-        found = tuple(tensor.detach() for tensor in tensors[:outputs])
-        return found if outputs > 1 else found[0]
-
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    return getattr(torch.ops.fusewise_empty, name).default
+    """From benchmarks/naive/empty.cpp: takes so many tensors and returns as many new scalars."""
+    if naive_library("cpu") is None:
+        raise UsageError("the empty operators were not built; run `make build`")
+    return getattr(torch.ops.fusewise_empty, f"empty_{inputs}_{outputs}").default

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 
 from .._torch_private import sleep_on_gpu
+from .statistics import median
 
 # Decides nothing but how much a single stray event weighs in one sample.
 _GRAPH_CALLS = 20
 _SAMPLE_SECONDS = 0.01
+_HOST_CALLS = 10  # in flight at most: far fewer kernels than a GPU's queue holds
 _MIN_ROUNDS = 5
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
@@ -156,6 +158,32 @@ class LoopTimer:
         us = (time.perf_counter() - begin) * 1e6 / self._calls
         self._turn += self._calls
         return us
+
+
+class HostTimer:
+    """Host time: until a call returns. On a GPU its kernels may still wait or run then; the clock
+    stands still while the device finishes, after few calls, so that the host never waits for a full
+    queue. On a CPU the call's own arithmetic is part of it."""
+
+    def __init__(self, call: Call, device: str):
+        self._call = call
+        self._wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        self._batches = 1
+        self()  # the first calls choose algorithms and get memory from the system
+        seconds = self() * 1e-6 * _HOST_CALLS
+        self._batches = max(1, min(50, round(_SAMPLE_SECONDS / seconds)))
+
+    def __call__(self) -> float:
+        """One sample, in µs a call: the median of some batches, which others disturb least."""
+        call, taken = self._call, []
+        for _ in range(self._batches):
+            self._wait()
+            begin = time.perf_counter()
+            for _ in range(_HOST_CALLS):
+                call(0)
+            taken.append(time.perf_counter() - begin)
+        self._wait()
+        return median(taken) * 1e6 / _HOST_CALLS
 
 
 def interleave(

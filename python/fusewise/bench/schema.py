@@ -56,7 +56,7 @@ _ROW = {
     "parameters": {str: (int, str)},
     "group": (str, type(None)),
     "count": int,
-    "floor": _FLOOR,
+    "floor": _Optional(_FLOOR),
     "failed": _Optional(str),
     "check": _Optional({"tensor": str, "error": _NUMBER, "allowed": _NUMBER}),
     "implementation": _Optional({str: {"chosen": str, "declined": {str: str}}}),

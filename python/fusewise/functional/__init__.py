@@ -7,7 +7,11 @@ from .linear_act import linear_act
 from .mlp import mlp
 from .squeeze_excite import squeeze_excite
 
-for _function in (linear_act, mlp, squeeze_excite):
-    _function.__prepare_scriptable__ = refuse_script
+__all__ = [
+    "linear_act",
+    "mlp",
+    "squeeze_excite",
+]
 
-__all__ = ["linear_act", "mlp", "squeeze_excite"]
+for _name in __all__:
+    globals()[_name].__prepare_scriptable__ = refuse_script

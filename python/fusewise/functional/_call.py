@@ -49,18 +49,26 @@ class Function:
         try:
             if wants_gradient:
                 forced_backward = getattr(settings, self._backward_name)
-                y = _apply(self, words, flags, forced, forced_backward, *tensors)
+                y = _apply((self, words, flags, forced, forced_backward), *tensors)
             else:
                 y, _ = self._forward(*tensors, *words, *flags, False, forced)
         except (RuntimeError, ValueError) as error:
             raise self._clear(error, tensors, words) from None
         if settings.records is not None:
-            self._record(tensors, words, flags, wants_gradient)
+            self.record(tensors, words, flags, wants_gradient)
         return y
 
     def _clear(self, error, tensors, words):
         named = zip((rule.name for rule in self.operator.inputs), tensors, strict=True)
         return self.operator.wrong_type(tensors, words) or _ops.rephrased(error, **dict(named))
+
+    def first_is_missing(self):
+        x, w = self.operator.inputs[0].name, self.operator.inputs[self.operator.first_is_for].name
+        return RuntimeError(
+            f"{self.name}: a second backward, or one for a batch of gradients, needs {x}, which is "
+            f"not kept where {w} needs no gradient; let {w} require one, or build the layer from "
+            "torch's own operators"
+        )
 
     def _with_torch(self, tensors, words, forced):
         why = "" if forced == TORCH else SEEN_THROUGH
@@ -71,53 +79,66 @@ class Function:
             record_torch(self.name, tensors[0], y, why)
         return y
 
-    def _record(self, tensors, words, flags, wants_gradient):
+    def record(self, tensors, words, flags, wants_gradient):
+        """Both directions, as they would run on these inputs."""
         names = {"forward": self.name, "backward": self._backward_name}
         for i, (direction, name) in enumerate(names.items()):
             if i > wants_gradient:
                 break
             answer = self.operator.explain(
-                *tensors, *words, *flags, i == 1, getattr(settings, name)
+                *tensors, *words, *flags, wants_gradient, i == 1, getattr(settings, name)
             )
             record(self.name, direction, tensors[0], answer)
 
 
-_ARGUMENTS = 5  # of `_Call.apply` in front of the tensors
-
-
 class _Call(torch.autograd.Function):
-    # `forward(ctx, ...)` and not `setup_context`: 172 against 204 µs forward and backward.
+    # `forward(ctx, ...)` and not `setup_context`: 172 against 204 µs forward and backward. One
+    # argument in front of the tensors, as each costs time, in backward too.
     @staticmethod
-    def forward(ctx, function, words, flags, forced, forced_backward, *tensors):
-        y, saved = function.operator.forward(*tensors, *words, *flags, True, forced)
+    def forward(ctx, call, *tensors):
+        function, words, flags, forced, _ = call
+        operator = function.operator
+        y, saved = operator.forward(*tensors, *words, *flags, True, forced)
+        ctx.call = call
+        reader = operator.first_is_for
+        if reader is not None and not ctx.needs_input_grad[1 + reader]:
+            first, *others = tensors
+            if first.is_contiguous():  # backward needs its shape alone
+                ctx.first_shape = first.shape
+                tensors = (None, *others)
         ctx.save_for_backward(*tensors, saved)
-        ctx.call = function, words, flags, forced_backward
         return y
 
     @staticmethod
     def backward(ctx, gradient):
-        function, words, flags, forced = ctx.call
-        *tensors, saved = ctx.saved_tensors
-        needed = ctx.needs_input_grad[_ARGUMENTS:]
+        function, words, flags, _, forced = ctx.call
+        kept = ctx.saved_tensors  # the inputs, and what forward saved
+        needed = ctx.needs_input_grad[1:]
+        operator = function.operator
         if needs_graph(gradient):
+            if kept[0] is None:
+                raise function.first_is_missing()
 
             def formula(*tensors):
                 return function.formula(*tensors, *words)
 
-            return *_NO_GRADIENT, *formula_gradients(formula, tensors, needed, gradient)
-        operator = function.operator
+            return None, *formula_gradients(formula, kept[:-1], needed, gradient)
+        if kept[0] is None:
+            first = kept[operator.first_is_for].new_empty(()).expand(ctx.first_shape)
+            kept = (first, *kept[1:])
         mask = 0
         for i, need in enumerate(needed):
             if need:
                 mask |= 1 << i
-        read = [tensors[i] for i in operator.read_back]
+        read = [kept[i] for i in operator.read_back]
         try:
-            found = operator.backward(gradient, *read, saved, *words, *flags, mask, forced)
+            found = operator.backward(gradient, *read, *words, *flags, mask, forced)
         except RuntimeError as error:
             raise _ops.rephrased(error, gradient=gradient) from None
+        if len(found) == len(needed):
+            return None, *found
         found = iter(found)
-        return *_NO_GRADIENT, *[next(found) if need else None for need in needed]
+        return None, *[next(found) if need else None for need in needed]
 
 
-_NO_GRADIENT = (None,) * _ARGUMENTS
 _apply = direct_apply(_Call)

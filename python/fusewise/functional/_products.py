@@ -10,6 +10,7 @@ from .._torch_private import (
     allows_fp16_reduced_sums,
     constant_when_compiled,
     fp32_precision,
+    is_any_autocast_enabled,
 )
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -38,6 +39,8 @@ def product_math(x: Tensor) -> tuple[bool, bool, bool]:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast wants x to be; None where it is off, or is nothing for x."""
+    if not is_any_autocast_enabled():
+        return None
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None

@@ -32,11 +32,11 @@ def is_jit_tracing() -> bool:
 
 def refuse_exporters(operator: str, x) -> None:
     """For tracers that cannot take a fused operator: an error that names the way out."""
-    if is_symbolic(x):
+    if isinstance(x, Proxy):
         raise TypeError(
             f"{operator}: torch.fx cannot trace a fused operator of fusewise; {_ops.WAY_OUT}"
         )
-    if is_jit_tracing():
+    if jit_tracing_state() is not None:
         _ops.refuse_onnx(operator)
 
 

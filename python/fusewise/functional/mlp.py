@@ -13,16 +13,13 @@ from ._transforms import (
     SEEN_THROUGH,
     direct_apply,
     formula_gradients,
-    is_jit_tracing,
     is_symbolic,
     needs_formula,
     needs_graph,
     refuse_exporters,
     refuse_forced,
 )
-from .linear_act import formula as layer_formula
-from .linear_act import plain as plain_layer
-from .linear_act import record_linear_act
+from .linear_act import CALL, check, formula, layer
 
 
 def mlp(
@@ -49,11 +46,6 @@ def mlp(
         refuse_exporters("mlp", x)
     weights, biases = _lists(x, weights, biases)
     layers = len(weights)
-    for name, kind in (("activation", activation), ("final_activation", final_activation)):
-        if kind not in _ops.ACTIVATIONS:
-            known = ", ".join(map(repr, _ops.ACTIVATIONS))
-            error = ValueError if isinstance(kind, str) else TypeError
-            raise error(f"{name}: expected one of {known}, got {kind!r}")
     if forced == TORCH or needs_formula():
         return _with_torch(x, weights, biases, activation, final_activation, forced)
     x, parameters = cast_inputs(x, [*weights, *biases])
@@ -136,6 +128,8 @@ def _forward(x, parameters, layers, kinds, save, math, forced):
     try:
         return _ops.mlp(x, weights, biases, *kinds, save, *math, forced)
     except (RuntimeError, ValueError) as error:
+        if wrong := _ops.wrong_words(*kinds):
+            raise wrong from None
         named = {f"weights[{i}]": w for i, w in enumerate(weights)}
         named |= {f"biases[{i}]": b for i, b in enumerate(biases)}
         raise _ops.rephrased(error, x=x, **named) from None
@@ -148,29 +142,19 @@ def _layers(parameters, layers, activation, final_activation):
         yield parameters[i], bias, final_activation if i + 1 == layers else activation
 
 
-def _check(x, weights, biases, activation, final_activation):
-    for i, (w, b, kind) in enumerate(
-        _layers([*weights, *biases], len(weights), activation, final_activation)
-    ):
-        try:
-            _ops.check_linear_act(x, w, b, kind)
-        except RuntimeError as error:
-            raise RuntimeError(f"layer {i}: {error}") from None
-        x = x.new_empty((*x.shape[:-1], w.shape[0]))
-
-
 def _with_torch(x, weights, biases, activation, final_activation, forced):
     why = "" if forced == TORCH else SEEN_THROUGH
     if why:
         refuse_forced("linear_act", why)
+    if error := _ops.wrong_words(activation, final_activation):
+        raise error
     layers, parameters = len(weights), [*weights, *biases]
     if not is_symbolic(x):
         x, parameters = cast_inputs(x, parameters)
-        if not is_jit_tracing() and not x.is_nested:
-            _check(x, parameters[:layers], parameters[layers:], activation, final_activation)
     y = x
-    for w, b, kind in _layers(parameters, layers, activation, final_activation):
-        y = plain_layer(y, w, b, kind)
+    for i, step in enumerate(_layers(parameters, layers, activation, final_activation)):
+        _ops.in_layer(i, check, y, *step)
+        y = layer(y, *step)
     if settings.records is not None:
         record_torch("linear_act", x, y, why)
     return y
@@ -178,11 +162,11 @@ def _with_torch(x, weights, biases, activation, final_activation, forced):
 
 def _formula(x, parameters, layers, activation, final_activation):
     for w, b, kind in _layers(parameters, layers, activation, final_activation):
-        x = layer_formula(x, w, b, kind)
+        x = formula(x, w, b, kind)
     return x
 
 
 def _record(x, parameters, layers, kinds, math, wants_gradient):
     for w, b, kind in _layers(parameters, layers, *kinds):
-        record_linear_act(x, w, b, kind, math, wants_gradient)
+        CALL.record((x, w, b), (kind,), math, wants_gradient)
         x = x.new_empty((*x.shape[:-1], w.shape[0]))

@@ -46,13 +46,10 @@ def _plain(x, w1, b1, w2, b2, activation, gate):
             _ops.SQUEEZE_EXCITE.check((x, w1, b1, w2, b2), (activation, gate))
         if autocast_dtype(x) is None:
             w1, b1, w2, b2 = (None if t is None else t.to(x.dtype) for t in (w1, b1, w2, b2))
-    hidden = ACTIVATIONS[activation](F.linear(x.mean((2, 3)), w1.flatten(1), b1))
-    gates = GATES[gate](F.linear(hidden, w2.flatten(1), b2))
+    # The operator's words are torch's names.
+    hidden = getattr(F, activation)(F.linear(x.mean((2, 3)), w1.flatten(1), b1))
+    gates = getattr(F, gate)(F.linear(hidden, w2.flatten(1), b2))
     return x * gates[:, :, None, None]
-
-
-ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "hardswish": F.hardswish}
-GATES = {"sigmoid": torch.sigmoid, "hardsigmoid": F.hardsigmoid}
 
 
 def _formula(x, w1, b1, w2, b2, activation, gate):

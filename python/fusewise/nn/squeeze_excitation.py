@@ -8,7 +8,6 @@ from .. import functional
 from .._ops import SQUEEZE_EXCITE, missing_activation
 from .._settings import TORCH, settings
 from ..functional._transforms import is_jit_tracing, is_symbolic, refuse_script
-from ..functional.squeeze_excite import ACTIVATIONS, GATES
 from ._checks import floating, one_of, true_or_false, whole
 from ._others import excitation_parts
 from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_bias
@@ -102,8 +101,8 @@ class SqueezeExcitation(torch.nn.Module):
         # torch's pooling would take an image without a batch.
         if not is_symbolic(x) and not is_jit_tracing() and x.dim() != 4:
             raise RuntimeError(f"x: expected [N, C, H, W], got {list(x.shape)}")
-        hidden = ACTIVATIONS[self.activation](self.fc1(F.adaptive_avg_pool2d(x, 1)))
-        return x * GATES[self.gate](self.fc2(hidden))
+        hidden = getattr(F, self.activation)(self.fc1(F.adaptive_avg_pool2d(x, 1)))
+        return x * getattr(F, self.gate)(self.fc2(hidden))
 
     __prepare_scriptable__ = refuse_script
 

@@ -5,12 +5,13 @@
 #include <bit>
 #include <utility>
 
-#include "common/backends.h"
 #include "common/check.h"
+#include "common/implementation.h"
 #include "common/scratch.h"
 #include "cuda/autoencoder/copy_rows.cuh"
 #include "cuda/autoencoder/selection.h"
 #include "cuda/cuda_error.h"
+#include "fusewise/autoencoder.h"
 
 namespace fusewise::cuda {
 namespace {

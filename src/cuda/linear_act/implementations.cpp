@@ -5,12 +5,13 @@
 #include <optional>
 #include <string>
 
-#include "common/backends.h"
+#include "common/implementation.h"
 #include "common/linear_act.h"
 #include "common/lru.h"
 #include "cuda/gemm/product.h"
 #include "cuda/gemm/tuning.h"
 #include "cuda/linear_act/passes.cuh"
+#include "fusewise/linear_act.h"
 
 namespace fusewise::cuda {
 namespace {

@@ -1,9 +1,10 @@
 // What Squeeze-and-Excitation has on CUDA, fastest first.
 
-#include "common/backends.h"
+#include "common/implementation.h"
 #include "cuda/squeeze_excite/cluster.cuh"
 #include "cuda/squeeze_excite/general.cuh"
 #include "cuda/squeeze_excite/two_pass.cuh"
+#include "fusewise/squeeze_excite.h"
 
 namespace fusewise::cuda {
 namespace {

@@ -1,33 +1,20 @@
 // The autoencoder on the GPU, every implementation against plain loops in float64. Tests named
 // Short* are small enough for compute-sanitizer and reach every kernel between them.
 
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <stdexcept>
 
 #include "autoencoder_reference.h"
+#include "gpu.h"
 
 namespace fusewise::testing {
 namespace {
 
-constexpr Device kGpu{DeviceType::cuda, 0};
 constexpr AutoencoderSizes kDefault{64, 5, 32, 64};
 constexpr AutoencoderSizes kOdd{7, 3, 5, 9};
 
-class CudaAutoencoder : public ::testing::Test {
- protected:
-  void SetUp() override {
-    int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "there is no GPU";
-  }
-};
-
-void check(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
-}
+class CudaAutoencoder : public NeedsGpu {};
 
 /// A tensor's memory on the GPU, brought back at its end.
 class OnGpu {
@@ -64,8 +51,7 @@ struct Names {
 };
 
 void run(AutoencoderCase& call, int output, const Names& names, bool tf32 = false) {
-  Context context;
-  context.device = kGpu;
+  const Context context = on_gpu();
   std::vector<std::unique_ptr<OnGpu>> held;
   const auto move = [&](Tensor& tensor, TensorView& view) {
     if (!view.defined()) return;

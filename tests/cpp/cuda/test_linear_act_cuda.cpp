@@ -2,14 +2,12 @@
 // float64. Tests named Short* are small enough for compute-sanitizer and reach every kernel of ours
 // between them.
 
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <memory>
 #include <set>
-#include <stdexcept>
 
 #include "fusewise/mlp.h"
+#include "gpu.h"
 #include "linear_reference.h"
 
 namespace fusewise::testing {
@@ -17,26 +15,8 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
-constexpr Device kGpu{DeviceType::cuda, 0};
 
-class CudaLinearAct : public ::testing::Test {
- protected:
-  void SetUp() override {
-    int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "there is no GPU";
-  }
-};
-
-void check(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
-}
-
-Context on_gpu(cudaStream_t stream = nullptr) {
-  Context context;
-  context.device = kGpu;
-  context.stream = stream;
-  return context;
-}
+class CudaLinearAct : public NeedsGpu {};
 
 // Tensors on the GPU. ----------------------------------------------------------------------------
 

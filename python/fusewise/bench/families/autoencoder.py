@@ -433,6 +433,13 @@ FAMILY = Family(
     reference=reference,
     traffic=traffic,
     operations=operations,
+    tiny=Case(
+        "autoencoder",
+        "tiny",
+        (1, 2, 8),
+        "float32",
+        extra={"latent": 4, "slice_latent": 2, "output": "reconstruction"},
+    ),
     checked=tuple(
         Case(
             "autoencoder",

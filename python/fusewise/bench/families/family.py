@@ -113,6 +113,8 @@ class Family:
     """The fewest additions and multiplications of a mode."""
     checked: tuple[Case, ...]
     """What `fusewise check` runs in every dtype and layout: small, and odd where it matters."""
+    tiny: Case
+    """What `fusewise bench overhead` runs: so small that a call takes the host's time alone."""
     layouts: tuple[str, ...] = ("contiguous",)
     baselines: tuple[str, ...] = ()
     """Of its own, beside those that every family has."""

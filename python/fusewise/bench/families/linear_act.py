@@ -122,6 +122,7 @@ FAMILY = Family(
     traffic=traffic,
     operations=operations,
     baselines=("addmm_activation", "in-place", PRODUCTS),
+    tiny=Case("linear_act", "tiny", (2, 8, 8), "float32", extra={"activation": "relu"}),
     checked=tuple(
         Case(
             "linear_act", f"{activation} {name}", shape, "float32", extra={"activation": activation}

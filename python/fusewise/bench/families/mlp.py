@@ -104,6 +104,7 @@ FAMILY = Family(
     traffic=traffic,
     operations=operations,
     baselines=("layers", PRODUCTS),
+    tiny=Case("mlp", "tiny", (2, 8, 8, 8), "float32", extra={"activation": "relu"}),
     checked=tuple(
         Case(
             "mlp",

@@ -235,6 +235,7 @@ FAMILY = Family(
     reference=reference,
     traffic=traffic,
     operations=operations,
+    tiny=Case("squeeze_excite", "tiny", (1, 8, 2, 2), "float32", extra={"reduced": 2}),
     checked=tuple(
         Case("squeeze_excite", name, shape, "float32", extra={"reduced": reduced})
         for name, shape, reduced in (

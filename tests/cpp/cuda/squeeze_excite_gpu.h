@@ -1,0 +1,249 @@
+#pragma once
+
+// Squeeze-and-Excitation on the GPU: its tensors there, and every implementation against plain
+// loops in float64. Tests named Short* are small enough for compute-sanitizer and reach every
+// kernel between them.
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "cuda/device.h"
+#include "gpu.h"
+#include "reference.h"
+
+namespace fusewise::testing {
+
+class CudaSqueezeExcite : public NeedsGpu {};
+
+// Tensors on the GPU. ----------------------------------------------------------------------------
+
+using Tensors = std::vector<Tensor SqueezeExcite::*>;
+
+inline const Tensors kAll = {
+    &SqueezeExcite::x,      &SqueezeExcite::w1,    &SqueezeExcite::b1,  &SqueezeExcite::w2,
+    &SqueezeExcite::b2,     &SqueezeExcite::y,     &SqueezeExcite::dy,  &SqueezeExcite::pooled,
+    &SqueezeExcite::hidden, &SqueezeExcite::gates, &SqueezeExcite::dx,  &SqueezeExcite::dw1,
+    &SqueezeExcite::db1,    &SqueezeExcite::dw2,   &SqueezeExcite::db2,
+};
+inline const Tensors kForwardOutputs = {&SqueezeExcite::y, &SqueezeExcite::pooled,
+                                        &SqueezeExcite::hidden, &SqueezeExcite::gates};
+inline const Tensors kBackwardOutputs = {&SqueezeExcite::dx, &SqueezeExcite::dw1,
+                                         &SqueezeExcite::db1, &SqueezeExcite::dw2,
+                                         &SqueezeExcite::db2};
+
+/// Every tensor of a call on the GPU, guards included. Outputs are poisoned first.
+class OnGpu {
+ public:
+  OnGpu(SqueezeExcite& host, const Tensors& outputs) : host_(host) {
+    for (const auto member : outputs) {
+      if ((host.*member).defined()) (host.*member).poison();
+    }
+    for (const auto member : kAll) {
+      const std::vector<std::uint8_t>& bytes = (host.*member).memory();
+      void* memory = nullptr;
+      if (!bytes.empty()) {
+        check(cudaMalloc(&memory, bytes.size()));
+        check(cudaMemcpy(memory, bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
+      }
+      memory_.emplace_back(memory);
+    }
+    check(cudaDeviceSynchronize());
+  }
+
+  SqueezeExciteForward forward() const {
+    SqueezeExciteForward call = host_.forward();
+    for (TensorView* view : {&call.x, &call.w1, &call.b1, &call.w2, &call.b2, &call.y, &call.pooled,
+                             &call.hidden, &call.gates}) {
+      move(*view);
+    }
+    return call;
+  }
+  SqueezeExciteBackward backward() const {
+    SqueezeExciteBackward call = host_.backward();
+    for (TensorView* view : {&call.dy, &call.x, &call.w1, &call.w2, &call.pooled, &call.hidden,
+                             &call.gates, &call.dx, &call.dw1, &call.db1, &call.dw2, &call.db2}) {
+      move(*view);
+    }
+    return call;
+  }
+
+  /// Waits for the GPU and brings the outputs back. Nothing else may have changed.
+  void fetch(const Tensors& outputs) {
+    check(cudaDeviceSynchronize());
+    for (std::size_t i = 0; i < kAll.size(); ++i) {
+      std::vector<std::uint8_t>& bytes = (host_.*kAll[i]).memory();
+      if (bytes.empty()) continue;
+      std::vector<std::uint8_t> now(bytes.size());
+      check(cudaMemcpy(now.data(), memory_[i].get(), now.size(), cudaMemcpyDeviceToHost));
+      if (std::find(outputs.begin(), outputs.end(), kAll[i]) == outputs.end()) {
+        EXPECT_TRUE(now == bytes) << "tensor " << i << " is no output, and was written to";
+      }
+      bytes = std::move(now);
+    }
+  }
+
+ private:
+  void move(TensorView& view) const {
+    if (!view.defined()) return;
+    for (std::size_t i = 0; i < kAll.size(); ++i) {
+      const Tensor& tensor = host_.*kAll[i];
+      if (!tensor.defined() || tensor.view().data != view.data) continue;
+      const auto offset = static_cast<const std::uint8_t*>(view.data) - tensor.memory().data();
+      view.data = static_cast<std::uint8_t*>(memory_[i].get()) + offset;
+      view.device = kGpu;
+      return;
+    }
+    throw std::logic_error("a tensor without a copy on the GPU");
+  }
+
+  struct Free {
+    void operator()(void* memory) const { static_cast<void>(cudaFree(memory)); }
+  };
+  SqueezeExcite& host_;
+  std::vector<std::unique_ptr<void, Free>> memory_;
+};
+
+// Running and comparing. -------------------------------------------------------------------------
+
+using RunForward = std::function<void(const Context&, const SqueezeExciteForward&)>;
+using RunBackward = std::function<void(const Context&, const SqueezeExciteBackward&)>;
+
+/// Forces an implementation by name.
+inline auto forced(const char* name) {
+  return [name](const Context& context, auto call) {
+    call.implementation = name;
+    squeeze_excite(context, call);
+  };
+}
+
+/// Whether it takes the call when it is forced to.
+template <typename Call>
+bool takes(const char* name, Call call) {
+  call.implementation = name;
+  try {
+    explain(on_gpu(), call);
+  } catch (const Error&) {
+    return false;
+  }
+  return true;
+}
+
+inline void save(SqueezeExcite& call, const ForwardReference& saved) {
+  for (Index i = 0; i < call.pooled.numel(); ++i) call.pooled.set(i, saved.pooled[i].value);
+  for (Index i = 0; i < call.hidden.numel(); ++i) call.hidden.set(i, saved.hidden[i].value);
+  for (Index i = 0; i < call.gates.numel(); ++i) call.gates.set(i, saved.gates[i].value);
+}
+
+inline void expect_close(const Tensor& got, const Values& expected, const char* name) {
+  if (!got.defined()) return;
+  EXPECT_TRUE(all_close(got, expected)) << name;
+}
+
+inline void expect_forward(SqueezeExcite call, const ForwardReference& expected,
+                           const RunForward& run) {
+  OnGpu gpu(call, kForwardOutputs);
+  run(on_gpu(), gpu.forward());
+  gpu.fetch(kForwardOutputs);
+  expect_close(call.y, expected.y, "y");
+  expect_close(call.pooled, expected.pooled, "pooled");
+  expect_close(call.hidden, expected.hidden, "hidden");
+  expect_close(call.gates, expected.gates, "gates");
+}
+
+/// `call` has what forward saves.
+inline void expect_backward(SqueezeExcite call, const BackwardReference& expected,
+                            const RunBackward& run) {
+  OnGpu gpu(call, kBackwardOutputs);
+  run(on_gpu(), gpu.backward());
+  gpu.fetch(kBackwardOutputs);
+  expect_close(call.dx, expected.dx, "dx");
+  expect_close(call.dw1, expected.dw1, "dw1");
+  expect_close(call.db1, expected.db1, "db1");
+  expect_close(call.dw2, expected.dw2, "dw2");
+  expect_close(call.db2, expected.db2, "db2");
+}
+
+/// Those that ran, as "forward cluster". `general` always has to.
+using Names = std::set<std::string>;
+inline constexpr const char* kNames[] = {"cluster", "two_pass", "general"};
+
+inline Names expect_forwards(SqueezeExcite& call, const ForwardReference& expected) {
+  Names ran;
+  for (const char* name : kNames) {
+    SCOPED_TRACE(std::string("forward ") + name);
+    if (!takes(name, OnGpu(call, {}).forward())) continue;
+    expect_forward(call, expected, forced(name));
+    ran.insert(std::string("forward ") + name);
+  }
+  EXPECT_TRUE(ran.contains("forward general"));
+  return ran;
+}
+
+inline Names expect_backwards(SqueezeExcite& call, const ForwardReference& saved) {
+  save(call, saved);
+  const BackwardReference expected = backward_reference(call);
+  Names ran;
+  for (const char* name : kNames) {
+    SCOPED_TRACE(std::string("backward ") + name);
+    if (!takes(name, OnGpu(call, {}).backward())) continue;
+    expect_backward(call, expected, forced(name));
+    ran.insert(std::string("backward ") + name);
+  }
+  EXPECT_TRUE(ran.contains("backward general"));
+  return ran;
+}
+
+/// Both ways, with every implementation that takes the call.
+inline Names expect_both(SqueezeExcite call) {
+  const ForwardReference expected = forward_reference(call);
+  Names ran = expect_forwards(call, expected);
+  ran.merge(expect_backwards(call, expected));
+  return ran;
+}
+
+inline bool has_clusters() { return cuda::limits_of(kGpu).capability >= 90; }
+
+/// What takes dense, aligned float32 or half images of a size that suits the GPU.
+inline Names all_names() {
+  Names all{"forward two_pass", "forward general", "backward two_pass", "backward general"};
+  if (has_clusters()) all.merge(Names{"forward cluster", "backward cluster"});
+  return all;
+}
+
+// Problems. --------------------------------------------------------------------------------------
+
+struct Types {
+  DType data, weights;
+};
+inline constexpr Types kTypes[] = {{DType::f32, DType::f32},   {DType::f64, DType::f64},
+                                   {DType::f16, DType::f16},   {DType::f16, DType::f32},
+                                   {DType::bf16, DType::bf16}, {DType::bf16, DType::f32}};
+inline constexpr Types kShortTypes[] = {{DType::f32, DType::f32},
+                                        {DType::f16, DType::f16},
+                                        {DType::f16, DType::f32},
+                                        {DType::bf16, DType::bf16},
+                                        {DType::bf16, DType::f32}};
+
+inline std::string case_name(const Sizes& s, Types types, Layout layout, Layout other) {
+  return "N, C, R, H, W = " + std::to_string(s.n) + ", " + std::to_string(s.c) + ", " +
+         std::to_string(s.r) + ", " + std::to_string(s.h) + ", " + std::to_string(s.w) + "; " +
+         name_of(types.data) + ", weights " + name_of(types.weights) + ", layouts " +
+         std::to_string(static_cast<int>(layout)) + " and " +
+         std::to_string(static_cast<int>(other));
+}
+
+inline SqueezeExcite make(Sizes sizes, DType dtype = DType::f32, Layout layout = Layout::nchw) {
+  return make_squeeze_excite(sizes, dtype, dtype, layout, layout);
+}
+
+/// Both ways for one layout of all images; says what ran.
+inline Names expect_case(Sizes sizes, Types types, Layout layout) {
+  SCOPED_TRACE(case_name(sizes, types, layout, layout));
+  return expect_both(make_squeeze_excite(sizes, types.data, types.weights, layout, layout));
+}
+
+}  // namespace fusewise::testing
