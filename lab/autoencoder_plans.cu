@@ -21,7 +21,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/autoencoder/rows.cuh"
+#include "cuda/autoencoder/warp_tile.cuh"
 #include "cuda/autoencoder/selection.h"
 #include "cuda/cuda_error.h"
 #include "cuda/device.h"

@@ -7,8 +7,8 @@
 
 #include "common/scratch.h"
 #include "cuda/autoencoder/gradients.cuh"
-#include "cuda/autoencoder/rows.cuh"
 #include "cuda/autoencoder/selection.h"
+#include "cuda/autoencoder/warp_tile.cuh"
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
 

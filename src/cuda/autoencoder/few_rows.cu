@@ -5,7 +5,7 @@
 // leave most of a tensor core's rows empty.
 
 #include "cuda/autoencoder/kernels.h"
-#include "cuda/autoencoder/rows.cuh"
+#include "cuda/autoencoder/warp_tile.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
 

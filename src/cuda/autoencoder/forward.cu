@@ -6,8 +6,8 @@
 #include <algorithm>
 
 #include "common/scratch.h"
-#include "cuda/autoencoder/rows.cuh"
 #include "cuda/autoencoder/selection.h"
+#include "cuda/autoencoder/warp_tile.cuh"
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
 

@@ -26,10 +26,10 @@ void run_general(const Context& context, const AutoencoderForwardArguments& call
 
 // ---- backward: each recomputes what forward did not keep, and goes back through it
 
-/// backward_groups.cu: 64 rows a warpgroup.
+/// backward_wgmma.cu: 64 rows a warpgroup.
 void run_wgmma(const Context& context, const AutoencoderBackwardArguments& call);
 
-/// backward_frames.cu: 16 rows a block; four warps share a frame.
+/// backward_block16.cu: 16 rows a block; four warps share a frame.
 void run_block16(const Context& context, const AutoencoderBackwardArguments& call);
 
 /// backward.cu: 16 rows a warp.

@@ -7,7 +7,7 @@
 
 #include "common/scratch.h"
 #include "cuda/autoencoder/kernels.h"
-#include "cuda/autoencoder/rows.cuh"
+#include "cuda/autoencoder/warp_tile.cuh"
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
 

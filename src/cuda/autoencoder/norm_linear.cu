@@ -4,7 +4,7 @@
 
 #include "common/divide.h"
 #include "cuda/autoencoder/norm_linear.cuh"
-#include "cuda/autoencoder/rows.cuh"
+#include "cuda/autoencoder/warp_tile.cuh"
 #include "cuda/launch.cuh"
 
 namespace fusewise::cuda::autoencoder {

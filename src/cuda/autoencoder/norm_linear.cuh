@@ -3,7 +3,7 @@
 // LayerNorm and the Linear behind it as one kernel, there and back, for any sizes up to
 // kMostNormColumns: what the general path does between its large products.
 
-#include "cuda/autoencoder/fragments.cuh"
+#include "cuda/autoencoder/mma_registers.cuh"
 #include "fusewise/context.h"
 
 namespace fusewise::cuda::autoencoder {

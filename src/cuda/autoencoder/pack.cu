@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cuda/autoencoder/fragments.cuh"
+#include "cuda/autoencoder/mma_registers.cuh"
 #include "cuda/autoencoder/pack.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
@@ -53,9 +53,9 @@ __device__ __forceinline__ int group_position(int n, int k, int inputs, Side sid
   return ((n / 8 * (inputs / line) + k / line) * 8 + row) * line + chunk * kVector + k % kVector;
 }
 
-/// Where output n, input k of a packed matrix lies. For operands in registers fragments.cuh says
-/// why; from memory, tensor cores take columns in their own order, but for the bottleneck, where
-/// operands.cuh has them in registers.
+/// Where output n, input k of a packed matrix lies. For operands in registers mma_registers.cuh
+/// says why; from memory, tensor cores take columns in their own order, but for the bottleneck,
+/// where mma_shared.cuh has them in registers.
 template <typename E>
 __device__ __forceinline__ int position(PackedOrder order, int n, int k, int input_blocks,
                                         Side side) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ int position(PackedOrder order, int n, int k, int inp
   if (order == PackedOrder::registers) return register_position(n, k, input_blocks);
   int tile, g, t = (k & 15) >> 2, i = k & 3;
   if (sizeof(E) == 4) {
-    // Results as operands.cuh has them.
+    // Results as mma_shared.cuh has them.
     tile = n >> 5 << 2 | (n >> 2 & 3), g = n >> 2 & 4 | (n & 3);
     if (side != Side::bottleneck) t = k & 3, i = (k & 15) >> 2;
   } else {

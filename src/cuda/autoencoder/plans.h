@@ -79,7 +79,7 @@ inline std::int64_t shared_bytes(const AutoencoderBackwardArguments& call,
   return bytes;
 }
 
-/// Of a block of backward_frames.cu, which asserts it.
+/// Of a block of backward_block16.cu, which asserts it.
 constexpr std::int64_t backward_block16_bytes(DType dtype) {
   return dtype == DType::f32 ? 226944 : 130688;
 }

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "common/check.h"
-#include "common/choices.h"
+#include "common/tuning_cache.h"
 #include "common/lru.h"
 #include "common/scratch.h"
 #include "cuda/device.h"
@@ -54,7 +54,7 @@ class KeptChoices {
   }
 
   void write() {
-    ChoiceFile::Entries entries;
+    TuningCache::Entries entries;
     {
       const std::lock_guard lock(mutex_);
       entries.swap(unwritten_);
@@ -74,9 +74,9 @@ class KeptChoices {
 
   std::mutex mutex_;
   bool loaded_ = false;
-  const ChoiceFile file_{ChoiceFile::in_cache_folder("products")};
-  LruMap<std::string, std::string> choices_{2 * ChoiceFile::kMostEntries};
-  ChoiceFile::Entries unwritten_;
+  const TuningCache file_{TuningCache::in_cache_folder("products")};
+  LruMap<std::string, std::string> choices_{2 * TuningCache::kMostEntries};
+  TuningCache::Entries unwritten_;
 };
 
 KeptChoices& kept_choices() {

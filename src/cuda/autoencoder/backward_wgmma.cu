@@ -10,7 +10,7 @@
 #include "common/scratch.h"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/kernels.h"
-#include "cuda/autoencoder/rows.cuh"
+#include "cuda/autoencoder/warp_tile.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/warpgroup.cuh"
 
@@ -311,7 +311,7 @@ __device__ __forceinline__ constexpr int order_of(int r, int q, int i) {
 
 template <typename P, bool kScores>
 __global__ void __launch_bounds__(kThreads, 1)
-    backward_groups_kernel(const __grid_constant__ Arguments a) {
+    backward_wgmma_kernel(const __grid_constant__ Arguments a) {
   using T = typename P::Weight;
   constexpr int kVector = Vector<T>::kSize, kVectors = 16 / kVector;
   auto& s = *reinterpret_cast<Shared<T, kScores>*>(memory);
@@ -659,9 +659,9 @@ void run_wgmma(const Context& context, const AutoencoderBackwardArguments& call)
       };
       using T = typename P::Weight;
       if (call.d_score != nullptr) {
-        launch(backward_groups_kernel<P, true>, sizeof(Shared<T, true>));
+        launch(backward_wgmma_kernel<P, true>, sizeof(Shared<T, true>));
       } else {
-        launch(backward_groups_kernel<P, false>, sizeof(Shared<T, false>));
+        launch(backward_wgmma_kernel<P, false>, sizeof(Shared<T, false>));
       }
     }
   });

@@ -1,4 +1,4 @@
-#include "common/choices.h"
+#include "common/tuning_cache.h"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -56,20 +56,20 @@ class Lock {
 };
 
 /// Both lists. Of a key that stands in both, the added entry stays.
-ChoiceFile::Entries merged(ChoiceFile::Entries entries, const ChoiceFile::Entries& added) {
+TuningCache::Entries merged(TuningCache::Entries entries, const TuningCache::Entries& added) {
   std::unordered_set<std::string> replaced;
   for (const auto& [key, value] : added) replaced.insert(key);
   std::erase_if(entries, [&](const auto& entry) { return replaced.contains(entry.first); });
   entries.insert(entries.end(), added.begin(), added.end());
-  if (entries.size() > ChoiceFile::kMostEntries) {
-    entries.erase(entries.begin(), entries.end() - ChoiceFile::kMostEntries);
+  if (entries.size() > TuningCache::kMostEntries) {
+    entries.erase(entries.begin(), entries.end() - TuningCache::kMostEntries);
   }
   return entries;
 }
 
 }  // namespace
 
-std::filesystem::path ChoiceFile::in_cache_folder(const char* name) {
+std::filesystem::path TuningCache::in_cache_folder(const char* name) {
   const char* cache = std::getenv("XDG_CACHE_HOME");
   const char* home = std::getenv("HOME");
   std::filesystem::path folder;
@@ -83,7 +83,7 @@ std::filesystem::path ChoiceFile::in_cache_folder(const char* name) {
   return folder / "fusewise" / name;
 }
 
-ChoiceFile::Entries ChoiceFile::read(std::string& problem) const {
+TuningCache::Entries TuningCache::read(std::string& problem) const {
   if (path_.empty()) return {};
   std::error_code error;
   const std::uintmax_t bytes = std::filesystem::file_size(path_, error);
@@ -109,7 +109,7 @@ ChoiceFile::Entries ChoiceFile::read(std::string& problem) const {
   return entries;
 }
 
-bool ChoiceFile::add(const Entries& added) const {
+bool TuningCache::add(const Entries& added) const {
   if (path_.empty()) return false;
   std::error_code error;
   std::filesystem::create_directories(path_.parent_path(), error);

@@ -7,7 +7,7 @@
 
 #include "common/scratch.h"
 #include "cuda/autoencoder/gradients.cuh"
-#include "cuda/autoencoder/operands.cuh"
+#include "cuda/autoencoder/mma_shared.cuh"
 #include "cuda/autoencoder/selection.h"
 #include "cuda/launch.cuh"
 
@@ -611,7 +611,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
 
 template <typename P, bool kScores>
 __global__ void __launch_bounds__(kThreads, 1)
-    backward_frames_kernel(const __grid_constant__ Arguments a) {
+    backward_block16_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned char memory[];
   frame_part<P, kScores>(a, *reinterpret_cast<Shared<P>*>(memory), warp_index());
 }
@@ -655,9 +655,9 @@ void run_block16(const Context& context, const AutoencoderBackwardArguments& cal
                     "running the autoencoder backward", kernel, a);
     };
     if (call.d_score != nullptr) {
-      launch(backward_frames_kernel<P, true>);
+      launch(backward_block16_kernel<P, true>);
     } else {
-      launch(backward_frames_kernel<P, false>);
+      launch(backward_block16_kernel<P, false>);
     }
   });
   finish_gradients(context, call, kLayout, kSums, static_cast<int>(blocks), sums.data(),

@@ -4,7 +4,7 @@
 // several warps share. A result's tile is 16 rows by 8 columns, of which lane 4g + t has a pair of
 // columns in rows g and g + 8.
 
-#include "cuda/autoencoder/rows.cuh"
+#include "cuda/autoencoder/warp_tile.cuh"
 #include "cuda/copy_async.cuh"
 
 namespace fusewise::cuda::autoencoder {

@@ -1,7 +1,7 @@
 // The file of measured choices: what is written is read again, damage is told, and many processes
 // may use it at once.
 
-#include "common/choices.h"
+#include "common/tuning_cache.h"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class Choices : public ::testing::Test {
+class TuningCacheFile : public ::testing::Test {
  protected:
   void SetUp() override {
     std::string pattern = (fs::temp_directory_path() / "fusewise-choices-XXXXXX").string();
@@ -27,7 +27,7 @@ class Choices : public ::testing::Test {
   }
   void TearDown() override { fs::remove_all(folder_); }
 
-  ChoiceFile file() const { return ChoiceFile(path_); }
+  TuningCache file() const { return TuningCache(path_); }
   std::string text() const {
     std::stringstream all;
     all << std::ifstream(path_).rdbuf();
@@ -54,48 +54,48 @@ class Choices : public ::testing::Test {
     EXPECT_NE(problem.find(what), std::string::npos) << problem;
     EXPECT_TRUE(file().add({{"fresh", "1"}}));
     problem.clear();
-    EXPECT_EQ(file().read(problem), (ChoiceFile::Entries{{"fresh", "1"}}));
+    EXPECT_EQ(file().read(problem), (TuningCache::Entries{{"fresh", "1"}}));
     EXPECT_EQ(problem, "");
   }
 
   fs::path folder_, path_;
 };
 
-TEST_F(Choices, WhatIsWrittenIsRead) {
+TEST_F(TuningCacheFile, WhatIsWrittenIsRead) {
   std::string problem;
   EXPECT_TRUE(file().read(problem).empty());
   EXPECT_EQ(problem, "") << "a file that is not there is no problem";
   EXPECT_TRUE(file().add({{"NVIDIA H200|132|1 2 3", "a b c"}}));
   EXPECT_TRUE(file().add({{"empty", ""}, {"another", "7"}}));
-  const ChoiceFile::Entries expected{
+  const TuningCache::Entries expected{
       {"NVIDIA H200|132|1 2 3", "a b c"}, {"empty", ""}, {"another", "7"}};
   EXPECT_EQ(file().read(problem), expected);
   EXPECT_EQ(problem, "");
   EXPECT_EQ(litter(), 0);
 }
 
-TEST_F(Choices, TheNewerEntryReplacesTheOlder) {
+TEST_F(TuningCacheFile, TheNewerEntryReplacesTheOlder) {
   EXPECT_TRUE(file().add({{"key", "first"}, {"other", "1"}}));
   EXPECT_TRUE(file().add({{"key", "second"}}));
   std::string problem;
-  EXPECT_EQ(file().read(problem), (ChoiceFile::Entries{{"other", "1"}, {"key", "second"}}));
+  EXPECT_EQ(file().read(problem), (TuningCache::Entries{{"other", "1"}, {"key", "second"}}));
 }
 
-TEST_F(Choices, TheOldestMakeRoom) {
-  constexpr std::size_t kMost = ChoiceFile::kMostEntries;
-  ChoiceFile::Entries entries;
+TEST_F(TuningCacheFile, TheOldestMakeRoom) {
+  constexpr std::size_t kMost = TuningCache::kMostEntries;
+  TuningCache::Entries entries;
   for (std::size_t i = 0; i < kMost; ++i) entries.emplace_back("key " + std::to_string(i), "1");
   EXPECT_TRUE(file().add(entries));
   EXPECT_TRUE(file().add({{"key 1", "2"}, {"new", "3"}}));
   std::string problem;
-  const ChoiceFile::Entries found = file().read(problem);
+  const TuningCache::Entries found = file().read(problem);
   ASSERT_EQ(found.size(), kMost);
   EXPECT_EQ(found.front().first, "key 2");
-  EXPECT_EQ(found[kMost - 2], (ChoiceFile::Entry{"key 1", "2"}));
-  EXPECT_EQ(found.back(), (ChoiceFile::Entry{"new", "3"}));
+  EXPECT_EQ(found[kMost - 2], (TuningCache::Entry{"key 1", "2"}));
+  EXPECT_EQ(found.back(), (TuningCache::Entry{"new", "3"}));
 }
 
-TEST_F(Choices, DamageIsToldAndReplaced) {
+TEST_F(TuningCacheFile, DamageIsToldAndReplaced) {
   file().add({{"one", "1"}});
   file().add({{"two", "2"}});
   const std::string good = text();
@@ -117,7 +117,7 @@ TEST_F(Choices, DamageIsToldAndReplaced) {
   expect_damaged(good + std::string(17 << 20, 'x'), "too large");
 }
 
-TEST_F(Choices, AnythingCutOffIsToldOrRight) {
+TEST_F(TuningCacheFile, AnythingCutOffIsToldOrRight) {
   file().add({{"one", "1"}});
   file().add({{"two", "2"}});
   const std::string good = text();
@@ -130,7 +130,7 @@ TEST_F(Choices, AnythingCutOffIsToldOrRight) {
   }
 }
 
-TEST_F(Choices, AFolderInItsPlace) {
+TEST_F(TuningCacheFile, AFolderInItsPlace) {
   fs::create_directories(path_);
   std::string problem;
   EXPECT_TRUE(file().read(problem).empty());
@@ -138,14 +138,14 @@ TEST_F(Choices, AFolderInItsPlace) {
   EXPECT_EQ(litter(), 0);
 }
 
-TEST_F(Choices, AFileInTheFoldersPlace) {
+TEST_F(TuningCacheFile, AFileInTheFoldersPlace) {
   std::ofstream(folder_ / "deep") << "in the way";
   std::string problem;
   EXPECT_TRUE(file().read(problem).empty());
   EXPECT_FALSE(file().add({{"key", "1"}}));
 }
 
-TEST_F(Choices, AFolderThatMayNotBeWritten) {
+TEST_F(TuningCacheFile, AFolderThatMayNotBeWritten) {
   if (geteuid() == 0) GTEST_SKIP() << "root may write everywhere";
   file().add({{"key", "1"}});
   fs::permissions(path_.parent_path(), fs::perms::owner_read | fs::perms::owner_exec);
@@ -155,8 +155,8 @@ TEST_F(Choices, AFolderThatMayNotBeWritten) {
   fs::permissions(path_.parent_path(), fs::perms::owner_all);
 }
 
-TEST_F(Choices, NoFileAtAll) {
-  const ChoiceFile none{fs::path()};
+TEST_F(TuningCacheFile, NoFileAtAll) {
+  const TuningCache none{fs::path()};
   std::string problem;
   EXPECT_TRUE(none.read(problem).empty());
   EXPECT_FALSE(none.add({{"key", "1"}}));
@@ -182,17 +182,17 @@ class Variable {
 TEST(ChoicesFolder, IsTheUsersCache) {
   {
     const Variable cache("XDG_CACHE_HOME", "/somewhere/cache"), home("HOME", "/home/user");
-    EXPECT_EQ(ChoiceFile::in_cache_folder("products"), "/somewhere/cache/fusewise/products");
+    EXPECT_EQ(TuningCache::in_cache_folder("products"), "/somewhere/cache/fusewise/products");
   }
   for (const char* no_folder : {static_cast<const char*>(nullptr), "", "relative"}) {
     const Variable cache("XDG_CACHE_HOME", no_folder), home("HOME", "/home/user");
-    EXPECT_EQ(ChoiceFile::in_cache_folder("products"), "/home/user/.cache/fusewise/products");
+    EXPECT_EQ(TuningCache::in_cache_folder("products"), "/home/user/.cache/fusewise/products");
   }
   const Variable cache("XDG_CACHE_HOME", nullptr), home("HOME", nullptr);
-  EXPECT_TRUE(ChoiceFile::in_cache_folder("products").empty());
+  EXPECT_TRUE(TuningCache::in_cache_folder("products").empty());
 }
 
-TEST_F(Choices, ManyProcessesAtOnce) {
+TEST_F(TuningCacheFile, ManyProcessesAtOnce) {
   constexpr int kWriters = 4, kReaders = 2, kEntries = 40;
   std::vector<pid_t> children;
   for (int child = 0; child < kWriters + kReaders; ++child) {

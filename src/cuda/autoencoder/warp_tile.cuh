@@ -2,8 +2,8 @@
 
 // The steps that forward and backward share: a warp's 16 rows, frame by frame, in registers.
 
-#include "cuda/autoencoder/fragments.cuh"
 #include "cuda/autoencoder/layer_norm.cuh"
+#include "cuda/autoencoder/mma_registers.cuh"
 #include "cuda/autoencoder/plans.h"
 
 namespace fusewise::cuda::autoencoder {

@@ -11,7 +11,7 @@ namespace fusewise {
 
 /// Several processes may use one file at once: a reader sees a whole one, old or new, and no writer
 /// loses what another has added. Keys and values hold neither tabs nor line ends.
-class ChoiceFile {
+class TuningCache {
  public:
   using Entry = std::pair<std::string, std::string>;
   using Entries = std::vector<Entry>;  ///< oldest first; no key twice
@@ -19,7 +19,7 @@ class ChoiceFile {
   static constexpr std::size_t kMostEntries = 4096;
 
   /// An empty path stands for no file at all: nothing is read, nothing kept.
-  explicit ChoiceFile(std::filesystem::path path) : path_(std::move(path)) {}
+  explicit TuningCache(std::filesystem::path path) : path_(std::move(path)) {}
 
   /// `fusewise/<name>` in the user's cache folder: XDG_CACHE_HOME, or .cache in HOME. Empty where
   /// neither is set.
