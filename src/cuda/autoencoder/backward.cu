@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
   const PackedLayout& y = a.layout;
   const int warp = warp_index(), warps = blockDim.x / 32, lane = threadIdx.x % 32;
   const int columns = at.columns, tile_rows = 16 * warps;
-  constexpr int kChunk = kSlices, kTiles = 4, kAtOnce = 2;
+  constexpr int kTiles = 4, kAtOnce = 2;
   const bool reconstructs = a.d_out != nullptr || a.d_score != nullptr;
   const int decode_groups = a.decode_groups;
   const bool to_encoder = a.dx != nullptr || a.wanted.encode || a.wanted.project;
@@ -355,27 +355,26 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
       const auto own = stream.current();
       float unused[2];
       normalise(frame, unused);
-      for (int chunk = 0; chunk < kSlices; chunk += kChunk) {
-        Block slice[kChunk];
+
+      Block slice[kSlices];
 #pragma unroll
-        for (int j = 0; j < kChunk; ++j) {
-          slice[j].fill(weights.bias(y.encode_bias, chunk + j));
-        }
-        multiply_blocks<P, kAtOnce>(slice, frame, weights, y.encode, chunk, 0, kMels);
-        if (chunk + kChunk >= kSlices) {
-          // The frame after the last is the first once more, for the way back.
-          x.load(frame, 0, static_cast<long long>(f + 1 < a.frames ? f + 1 : 0) * kColumns);
-        }
-#pragma unroll
-        for (int j = 0; j < kChunk; ++j) gelu<P::kGeluDegree>(slice[j]);
-        // A sum of its own, added with rounding: the tensor cores drop what does not fit.
-        Block part[kLatents];
-#pragma unroll
-        for (int l = 0; l < kLatents; ++l) part[l].fill(0.f);
-        multiply_blocks<P, kAtOnce>(part, slice, own, 0, 0, chunk, kSlices);
-#pragma unroll
-        for (int l = 0; l < kLatents; ++l) normal[l].add(part[l]);
+      for (int j = 0; j < kSlices; ++j) {
+        slice[j].fill(weights.bias(y.encode_bias, j));
       }
+      multiply_blocks<P, kAtOnce>(slice, frame, weights, y.encode, 0, 0, kMels);
+
+      // The frame after the last is the first once more, for the way back.
+      x.load(frame, 0, static_cast<long long>(f + 1 < a.frames ? f + 1 : 0) * kColumns);
+
+#pragma unroll
+      for (int j = 0; j < kSlices; ++j) gelu<P::kGeluDegree>(slice[j]);
+      // A sum of its own, added with rounding: the tensor cores drop what does not fit.
+      Block part[kLatents];
+#pragma unroll
+      for (int l = 0; l < kLatents; ++l) part[l].fill(0.f);
+      multiply_blocks<P, kAtOnce>(part, slice, own, 0, 0, 0, kSlices);
+#pragma unroll
+      for (int l = 0; l < kLatents; ++l) normal[l].add(part[l]);
     }
     if (a.d_out != nullptr) d_out.load(gradient, 0, 0);
     float mid_inverse_deviation[2];
@@ -514,38 +513,37 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
       for (int m = 0; m < kMels; ++m) gradient[m].fill(0.f);
       if (a.wanted.project && f == 0) put<false>(tile, columns, d_projection, kLatents, at.inner);
       if (a.wanted.encode) put<!P::kExact>(tile, columns, frame, kMels, at.outer);
-      for (int chunk = 0; chunk < kSlices; chunk += kChunk) {
-        Block slice[kChunk], d_slice[kChunk];
+
+      Block slice[kSlices], d_slice[kSlices];
 #pragma unroll
-        for (int j = 0; j < kChunk; ++j) {
-          slice[j].fill(weights.bias(y.encode_bias, chunk + j));
-          d_slice[j].fill(0.f);
-        }
-        multiply_blocks<P, kAtOnce>(slice, frame, weights, y.encode, chunk, 0, kMels);
-        multiply_blocks<P, kAtOnce>(d_slice, d_projection, own, 0, chunk, 0, kLatents);
+      for (int j = 0; j < kSlices; ++j) {
+        slice[j].fill(weights.bias(y.encode_bias, j));
+        d_slice[j].fill(0.f);
+      }
+      multiply_blocks<P, kAtOnce>(slice, frame, weights, y.encode, 0, 0, kMels);
+      multiply_blocks<P, kAtOnce>(d_slice, d_projection, own, 0, 0, 0, kLatents);
 #pragma unroll
-        for (int j = 0; j < kChunk; ++j) {
+      for (int j = 0; j < kSlices; ++j) {
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < 2; ++r) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              float slope_here;
-              slice[j].v[r][i] = gelu_and_slope<P::kGeluDegree>(slice[j].v[r][i], slope_here);
-              d_slice[j].v[r][i] *= slope_here;
-            }
+          for (int i = 0; i < 4; ++i) {
+            float slope_here;
+            slice[j].v[r][i] = gelu_and_slope<P::kGeluDegree>(slice[j].v[r][i], slope_here);
+            d_slice[j].v[r][i] *= slope_here;
           }
         }
-        if (a.wanted.project) {
-          put<!P::kExact>(tile, columns, slice, kChunk, at.slice + 16 * chunk);
-        }
-        if (a.wanted.encode) {
-          put<false>(tile, columns, d_slice, kChunk, at.hidden + 16 * chunk);
-        }
-        if (a.dx != nullptr) {
-          multiply_blocks<P, kAtOnce>(gradient, d_slice, weights, y.encode_transposed, 0, chunk,
-                                      kSlices);
-        }
       }
+      if (a.wanted.project) {
+        put<!P::kExact>(tile, columns, slice, kSlices, at.slice);
+      }
+      if (a.wanted.encode) {
+        put<false>(tile, columns, d_slice, kSlices, at.hidden);
+      }
+      if (a.dx != nullptr) {
+        multiply_blocks<P, kAtOnce>(gradient, d_slice, weights, y.encode_transposed, 0, 0, kSlices);
+      }
+
       if (a.dx != nullptr) {
         normalise_backward(gradient, frame, inverse_deviation);
         if (a.d_score != nullptr) {
