@@ -1,7 +1,7 @@
 #pragma once
 
-// What the autoencoder's launchers take: plain pointers, sizes and flags. Whoever calls has checked
-// them. Memory is dense and row-major but for the rows of x.
+// Arguments of the autoencoder's launchers: plain pointers, sizes and flags. The caller has already
+// checked them. All tensors are dense and row-major, except that rows of x may be strided.
 
 #include <cstdint>
 #include <string>
@@ -11,8 +11,9 @@
 
 namespace fusewise::cuda {
 
-/// Why the launchers cannot count a model's sizes; empty where they can. Far below 2^31, so that
-/// sums of a few sizes fit as well; products of two are 64-bit where nothing else bounds them.
+/// Returns why the launchers' integer types are too small for these sizes, or an empty string. The
+/// limit is far below 2^31 so that sums of a few sizes also fit in int. The product of two sizes is
+/// computed in 64 bits unless something else bounds it.
 inline std::string indices_decline(const fusewise::AutoencoderSizes& s) {
   constexpr std::int64_t kMost = std::int64_t{1} << 28;
   for (const std::int64_t size : {s.n_mels, s.frames, s.latent, s.slice_latent}) {
@@ -45,24 +46,23 @@ struct AutoencoderTensors {
   Pointer decoder_bias{};     ///< slice_decoder.0.bias     [n_mels]
 };
 
-/// Any of the results may be null; what only a null one needs is not computed.
+/// Any result may be null. Work that only a null result needs is skipped.
 struct AutoencoderForwardArguments {
   AutoencoderSizes sizes;
   AutoencoderTensors<const void*> parameters;
-  DType dtype = DType::f32;            ///< of x, out and z; score has f32 beside halves
-  DType parameter_dtype = DType::f32;  ///< dtype, or f32 beside halves
+  DType dtype = DType::f32;            ///< of x, out and z; score is f32 when dtype is f16 or bf16
+  DType parameter_dtype = DType::f32;  ///< dtype, or f32 when dtype is f16 or bf16
   bool tf32 = false;                   ///< f32 data may be multiplied as TF32
   const void* x = nullptr;             ///< [rows, frames * n_mels]
   std::int64_t x_stride = 0;           ///< elements between rows of x
   void* out = nullptr;                 ///< [rows, frames * n_mels]
   void* z = nullptr;                   ///< [rows, latent]
   void* score = nullptr;               ///< [rows]
-  /// f32 (f64 for f64), [rows, latent]: c B^T, kept for backward, which is faster with it.
+  /// f32 (f64 for f64), [rows, latent]: c B^T. Backward is faster when it receives this.
   void* projection = nullptr;
 };
 
-/// d_out, d_z and d_score may be null, which stands for zero; of the results, a null one is not
-/// wanted.
+/// d_out, d_z and d_score may be null, which means zero. A null result is not computed.
 struct AutoencoderBackwardArguments {
   AutoencoderSizes sizes;
   AutoencoderTensors<const void*> parameters;
@@ -75,7 +75,7 @@ struct AutoencoderBackwardArguments {
   const void* d_out = nullptr;    ///< dtype, [rows, frames * n_mels]
   const void* d_z = nullptr;      ///< dtype, [rows, latent]
   const void* d_score = nullptr;  ///< score's type, [rows]
-  /// As forward kept it; null: computed once more.
+  /// The projection that forward saved. If null, it is recomputed.
   const void* projection = nullptr;
   void* dx = nullptr;  ///< dtype, [rows, frames * n_mels]
 };

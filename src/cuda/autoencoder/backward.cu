@@ -1,7 +1,7 @@
-// All gradients of the autoencoder of default sizes, 'warps'. Forward
-// recomputed, then back through it, 16 rows a warp, with the sums over rows made from a tile in
-// shared memory. x crosses memory once, and comes once more from L2 for the score and where no
-// projection was kept; the incoming gradient and dx once. Bound by latencies.
+// All gradients of the autoencoder with default sizes, kernel 'warps'. Each warp recomputes forward
+// for 16 rows and then goes back through it. Sums over rows are computed from a tile in shared
+// memory. x is read from memory once, and once more from L2 for the score or if forward saved no
+// projection. The incoming gradient is read once and dx is written once. Bound by latency.
 
 #include <algorithm>
 
@@ -26,19 +26,20 @@ struct Arguments {
   PackedLayout layout;
   SumsLayout at;
   WantedSums wanted;
-  int decode_groups;  // of a frame's decoder that are needed: the score needs both directions
-  int room;           // groups of the largest part that is a frame's own
-  int weight_bytes;   // of shared memory
+  int decode_groups;  // groups of a frame's decoder weights: the score needs both directions
+  int room;           // groups in the largest per-frame part of the weights
+  int weight_bytes;   // in shared memory
   bool holds;         // the encoder's sums stay in shared memory until the end
 };
 
-/// Where a value lies in the tile. The columns of every four rows are shifted against each other:
-/// neither a warp's stores nor its loads, four rows by eight columns, share a bank.
+/// Index of a value in the tile. The column is xored with bits of the row. This avoids bank
+/// conflicts between the four rows by eight columns that a warp stores or loads at a time.
 __device__ __forceinline__ int tile_at(int row, int column, int columns) {
   return row * columns + (column ^ ((row & 1) << 4 | (row & 2) << 2));
 }
 
-/// kRound: as the tensor cores will see it. Not for what is summed up besides.
+/// kRound: round to TF32, as the tensor cores will see the values. Not for values that are also
+/// summed.
 template <bool kRound, int kBlocks>
 __device__ __forceinline__ void put(float* tile, int columns, const Block (&blocks)[kBlocks],
                                     int count, int first_column) {
@@ -59,8 +60,9 @@ __device__ __forceinline__ void put(float* tile, int columns, const Block (&bloc
   }
 }
 
-/// c[j] += a^T b over eight rows, for 16 columns of a and 8 * kTiles of b, which is rounded already
-/// where it is to be. Terms of one result are kept apart, as each waits for the one before it.
+/// c[j] += a^T b over eight rows, for 16 columns of a and 8 * kTiles columns of b. The caller has
+/// rounded b if it is to be rounded. The MMAs of one result are interleaved with those of the
+/// others, because each MMA waits for the previous one of the same result.
 template <bool kExact, int kTiles>
 __device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float (&a)[4],
                                               const float (&b)[kTiles][2]) {
@@ -109,11 +111,12 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float
   }
 }
 
-/// A piece of 16 by 8 * kTiles of a matrix of sums, which one warp makes. A lane has pairs of them.
+/// A piece of 16 by 8 * kTiles of a matrix of sums, computed by one warp. A lane has pairs of
+/// values.
 template <int kTiles>
 struct SumPiece {
   int m, n;
-  float* first;  ///< of this lane
+  float* first;  ///< first value of this lane
   int stride;    ///< between rows
 
   __device__ __forceinline__ SumPiece(float* sum, int b_blocks, int job)
@@ -126,11 +129,11 @@ struct SumPiece {
   static __device__ __forceinline__ int count(int a_blocks, int b_blocks) {
     return a_blocks * (2 * b_blocks / kTiles);
   }
-  /// Of tile j, in the upper or lower eight rows.
+  /// The pair in tile j, in the upper (r = 0) or lower (r = 1) eight rows.
   __device__ __forceinline__ float2* at(int j, int r) const {
     return reinterpret_cast<float2*>(first + 8 * r * stride + 8 * j);
   }
-  /// The same where a thread keeps its sums in shared memory, from `held` on.
+  /// The same pair when the thread holds its sums in shared memory, starting at `held`.
   static __device__ __forceinline__ float2* held_at(float2* held, int j, int r) {
     return held + (2 * j + r) * blockDim.x;
   }
@@ -139,11 +142,11 @@ struct SumPiece {
   }
 };
 
-/// sum[m][n] += sum over the tile's rows of column a + m times column b + n, m < 16 * a_blocks,
-/// n < 16 * b_blocks, and where `bias` is given, bias[m] += the sum of column a + m. `job` is the
-/// first piece that this warp does, of every `warps`; where `held` is given, its threads keep their
-/// sums there. The tile's sum is made in the tensor cores, which drop what does not fit, and added
-/// with rounding.
+/// sum[m][n] += sum over the tile's rows of column a + m times column b + n, m < 16 * a_blocks, n <
+/// 16 * b_blocks. If `bias` is given, bias[m] += the sum of column a + m. `job` is this warp's
+/// first piece; it then takes every `warps`-th one. If `held` is given, each thread holds its sums
+/// there. The tensor cores sum within the tile, and they truncate. That sum is added to the total
+/// in float32 arithmetic, which rounds to nearest.
 template <bool kExact, int kTiles>
 __device__ __forceinline__ void add_products(const float* tile, int columns, int rows, int a,
                                              int a_blocks, int b, int b_blocks, float* sum,
@@ -154,7 +157,7 @@ __device__ __forceinline__ void add_products(const float* tile, int columns, int
   const int jobs = Piece::count(a_blocks, b_blocks);
   for (; job < jobs; job += warps, held = Piece::next(held)) {
     const Piece piece(sum, b_blocks, job);
-    float2 before[kTiles][2];  // on its way while the tile is summed up
+    float2 before[kTiles][2];  // loads in flight while the tile is summed
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -210,7 +213,7 @@ __device__ __forceinline__ void add_products(const float* tile, int columns, int
   job -= jobs;
 }
 
-/// Brings what add_products held to its place, dealt out in the same way.
+/// Writes the sums that add_products held to their final place. Warps get the same pieces as there.
 template <int kTiles>
 __device__ __forceinline__ void store_held(int a_blocks, int b_blocks, float* sum, float2* held,
                                            int job, int warps) {
@@ -225,8 +228,8 @@ __device__ __forceinline__ void store_held(int a_blocks, int b_blocks, float* su
   }
 }
 
-/// The packed weights of a block. What all frames share lies in shared memory, and what is a
-/// frame's own comes in turns into two buffers, one step ahead.
+/// The packed weights of a block. Weights that all frames share stay in shared memory. Weights of a
+/// single frame are double-buffered and prefetched one step ahead.
 template <typename P>
 class WeightStream {
  public:
@@ -246,21 +249,21 @@ class WeightStream {
 
   __device__ __forceinline__ const Source& resident() const { return resident_; }
 
-  /// Sends for a frame's weights, to be used in the next step.
+  /// Starts the asynchronous copy of a frame's weights, for the next step.
   __device__ __forceinline__ void fetch(int begin, int count) {
     copy(buffers_ + (1 - turn_) * room_, packed_ + begin, count);
   }
-  /// By the whole block: what was sent for is there.
+  /// Called by the whole block. On return the asynchronous copies have landed.
   __device__ __forceinline__ void wait() {
     wait_for_copies();
     __syncthreads();
   }
-  /// The same, and what was used before is not needed.
+  /// wait(), then switches buffers: the weights used so far may be overwritten.
   __device__ __forceinline__ void advance() {
     wait();
     turn_ = 1 - turn_;
   }
-  /// The weights sent for before.
+  /// The weights fetched in the previous step.
   __device__ __forceinline__ Source current() const {
     return {buffers_ + turn_ * room_, resident_.floats};
   }
@@ -321,22 +324,22 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
   const float score_scale = 2.f / static_cast<float>(width);
   const T* x_base = static_cast<const T*>(a.x);
 
-  // A frame of x, later normalised, and of the output's gradient, later of x's. Both are sent for
-  // long before they are used.
+  // `frame` holds a frame of x, which is then normalised. `gradient` holds a frame of the output's
+  // gradient, and later of x's gradient. Both are loaded long before they are used.
   Block frame[kMels], gradient[kMels];
   long long begin = static_cast<long long>(blockIdx.x) * tile_rows;
   const long long step = static_cast<long long>(gridDim.x) * tile_rows;
   RowPair<const T>(x_base, begin + 16 * warp, a.rows, a.x_stride).load(frame, 0, 0);
-  // What all frames share is read without another barrier.
+  // After this wait, the weights that all frames share need no further barrier.
   stream.wait();
-  bool first = true;  // tile of this block: nothing was summed before
+  bool first = true;  // first tile of this block: there are no sums to add to yet
   for (; begin < a.rows; begin += step, first = false) {
     const long long row = begin + 16 * warp;
     const RowPair<const T> x(x_base, row, a.rows, a.x_stride);
     const RowPair<const T> d_out(static_cast<const T*>(a.d_out), row, a.rows, width);
     const RowPair<T> dx(static_cast<T*>(a.dx), row, a.rows, width);
 
-    // Forward, as far as z.
+    // Forward, up to z.
     Block normal[kLatents];
 #pragma unroll
     for (int l = 0; l < kLatents; ++l) normal[l].fill(0.f);
@@ -363,12 +366,12 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
       }
       multiply_blocks<P, kAtOnce>(slice, frame, weights, y.encode, 0, 0, kMels);
 
-      // The frame after the last is the first once more, for the way back.
+      // After the last frame, load the first one again: the backward pass starts with it.
       x.load(frame, 0, static_cast<long long>(f + 1 < a.frames ? f + 1 : 0) * kColumns);
 
 #pragma unroll
       for (int j = 0; j < kSlices; ++j) gelu<P::kGeluDegree>(slice[j]);
-      // A sum of its own, added with rounding: the tensor cores drop what does not fit.
+      // A separate accumulator, added in float32 arithmetic: the tensor cores truncate their sums.
       Block part[kLatents];
 #pragma unroll
       for (int l = 0; l < kLatents; ++l) part[l].fill(0.f);
@@ -443,7 +446,8 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
                 original[0].v[r][i] = -d;
               }
             }
-            // What x itself has to do with the score; the way through the model is added below.
+            // The direct part of the score's gradient with respect to x. The part through the model
+            // is added below.
             if (a.dx != nullptr) {
               dx.template store<false>(original, m, offset);
             }
@@ -547,7 +551,7 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
       if (a.dx != nullptr) {
         normalise_backward(gradient, frame, inverse_deviation);
         if (a.d_score != nullptr) {
-          // This lane wrote it above.
+          // Written by this lane above.
           dx.load(frame, 0, offset);
 #pragma unroll
           for (int m = 0; m < kMels; ++m) gradient[m].add(frame[m]);
@@ -567,7 +571,7 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
                                           kMels, sums + a.at.q_encode, held, sums + a.at.b_encode,
                                           first && f == 0, first && f == 0, job, warps);
         }
-        // Smaller pieces, so that eight warps have the same to do.
+        // Smaller pieces, so that eight warps get equal work.
         if (a.wanted.project) {
           add_products<P::kExact, 2>(tile, columns, tile_rows, at.inner, kLatents, at.slice,
                                      kSlices, sums + a.at.q_project + f * 256 * kLatents * kSlices,
@@ -576,7 +580,8 @@ __global__ void __launch_bounds__(32 * kMostBackwardWarps, 1)
       }
     }
     if (!to_encoder) {
-      // Nothing above took the place of these.
+      // The encoder's backward pass did not run, so the first weights and rows were not prefetched
+      // there.
       stream.advance();
       fetch_first();
       RowPair<const T>(x_base, row + step, a.rows, a.x_stride).load(frame, 0, 0);
@@ -626,8 +631,8 @@ void run_warps(const Context& context, const AutoencoderBackwardArguments& call,
                     frame_groups(call, layout),
                     static_cast<int>(staged_bytes(call, layout)),
                     plan.holds};
-  // So much that one block fits on a multiprocessor: while the packing kernel's blocks hold some,
-  // two would come to lie on another.
+  // Request enough shared memory that only one block fits on an SM. Otherwise, while blocks of the
+  // packing kernel still occupy some SMs, two blocks would be placed on one of the others.
   const std::int64_t shared =
       std::max<std::int64_t>(shared_bytes(call, plan), limits.shared_memory / 2);
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {

@@ -1,7 +1,8 @@
-// All gradients of the default model, 16 rows of a block at a time: four warps share a frame, those
-// of the last one the bottleneck, too; activations go from warp to warp through shared memory, and
-// the sums over rows stay in registers until the end. x, the incoming gradient and dx cross memory
-// once. Bound by shared memory, in float32 by issuing.
+// All gradients of the default model. A block processes 16 rows at a time. Four warps share a
+// frame; those of the last frame also compute the bottleneck. Activations pass between warps
+// through shared memory, and the sums over rows stay in registers until the end. x, the incoming
+// gradient and dx cross memory once. Bound by shared memory bandwidth, in float32 by instruction
+// issue.
 
 #include <algorithm>
 
@@ -18,8 +19,8 @@ constexpr int kFrames = 5, kMels = 64, kLatents = 32, kSlices = 64;
 constexpr int kRows = 16;
 constexpr int kParts = 4;  // warps that share a frame
 constexpr int kThreads = 32 * kFrames * kParts;
-// What a warp has of a frame's products; of the bottleneck's it is one tile. Where a row is
-// normalised, a warp has four rows.
+// A warp's share of a frame's GEMMs: kColumns columns, or one tile of the bottleneck's GEMMs. For
+// LayerNorm, a warp has four rows instead.
 constexpr int kColumns = kMels / kParts, kTiles = kColumns / 8;
 static_assert(kColumns == 16 && kLatents == 8 * kParts && kRows == 4 * kParts);
 constexpr PackedLayout kLayout = packed_layout(
@@ -44,8 +45,8 @@ struct Arguments {
   }
 };
 
-/// A block's shared memory. Rows are 16 bytes longer than what they hold, so that eight of them lie
-/// in different banks.
+/// A block's shared memory. Rows are padded by 16 bytes, so that eight consecutive rows start in
+/// different banks.
 template <typename P>
 struct Shared {
   using T = typename P::Weight;
@@ -63,18 +64,18 @@ struct Shared {
   alignas(16) Frames normal;    ///< x, normalised
   alignas(16) Frames gradient;  ///< of the output
   union {
-    alignas(16) Frames hidden;  ///< gradient in front of the encoder's GELU
-    alignas(16) float parts[kFrames][kRows][kLatents + 4];  ///< of z's gradient; before that
+    alignas(16) Frames hidden;                              ///< gradient before the encoder's GELU
+    alignas(16) float parts[kFrames][kRows][kLatents + 4];  ///< of z's gradient; used first
   };
   union {
-    alignas(16) Frames slice;                          ///< behind the encoder's GELU
-    alignas(16) float raw[kFrames][kRows][kMels + 4];  ///< gradient of `normal`; after that
+    alignas(16) Frames slice;                          ///< output of the encoder's GELU
+    alignas(16) float raw[kFrames][kRows][kMels + 4];  ///< gradient of `normal`; used after `slice`
   };
   float d_score[kRows];
   alignas(16) Latents z, mid_normal, d_mid, d_projection;
-  alignas(16) float projection[kRows][kLatents + 4];  ///< the next
-  alignas(16) float mid_slope[kRows][kLatents + 4];   ///< of the bottleneck's GELU
-  alignas(16) float mid_linear[kRows][kLatents + 4];  ///< in front of it, without the bias
+  alignas(16) float projection[kRows][kLatents + 4];  ///< of the next tile
+  alignas(16) float mid_slope[kRows][kLatents + 4];   ///< derivative of the bottleneck's GELU
+  alignas(16) float mid_linear[kRows][kLatents + 4];  ///< input of that GELU, without the bias
   float mid_inverse[kRows];                           ///< 1 / deviation of the projection
 };
 
@@ -86,7 +87,7 @@ __device__ __forceinline__ void store_pair(T* to, float a, float b) {
   *reinterpret_cast<unsigned*>(to) = pack_pair(T{}, a, b);
 }
 
-/// Eight values of a row: a warp has four rows of a frame, as they lie in memory.
+/// Eight values of a row in memory order. A warp has four rows of a frame.
 template <typename T>
 struct RowPart {
   static constexpr int kVectors = sizeof(T) / 2;
@@ -96,7 +97,7 @@ struct RowPart {
   static __device__ __forceinline__ int column(int vector, int lane) {
     return (8 * vector + lane % 8) * kSize;
   }
-  /// Zeros where the row is not there.
+  /// Zeros if the row does not exist.
   __device__ __forceinline__ void load(const T* row, bool real, int lane) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -133,17 +134,17 @@ __device__ __forceinline__ long long row_of(int tile) {
   return static_cast<long long>(tile) * kRows;
 }
 
-/// What follows from the number is computed anew from here on: addresses that are kept in registers
-/// for the next tile push the sums out of them.
+/// Hides the value from the optimiser, so that everything derived from it is recomputed. Otherwise
+/// addresses would stay in registers for the next tile, and the sums would spill.
 __device__ __forceinline__ void forget(int& number) { asm volatile("" : "+r"(number)); }
 
-/// Over the eight lanes that share a row.
+/// Sum over the eight lanes that share a row.
 __device__ __forceinline__ float eight_lanes_sum(float value) {
   value = row_sum(value);
   return value + __shfl_xor_sync(0xffffffffu, value, 4);
 }
 
-/// Weights of a packed matrix for the inputs of one block of 16, tiles first_tile and on.
+/// Loads the weights for one block of 16 inputs, starting at tile first_tile.
 template <int kInputs, int kCount, typename Group>
 __device__ __forceinline__ void load_weights(Group (&w)[kCount], const Group* matrix,
                                              int first_tile, int block, int lane) {
@@ -153,7 +154,7 @@ __device__ __forceinline__ void load_weights(Group (&w)[kCount], const Group* ma
   }
 }
 
-/// c += 16 rows of `left` times tiles first_tile and on of a packed matrix.
+/// c += 16 rows of `left` times kCount tiles of a packed matrix, starting at first_tile.
 template <typename P, int kInputs, int kCount>
 __device__ __forceinline__ void multiply_rows(float (&c)[kCount][4], const typename P::Weight* left,
                                               int stride, const typename Shared<P>::Group* matrix,
@@ -166,7 +167,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kCount][4], const typen
   }
 }
 
-/// body(tile, half, row, column) for each pair of results that a lane has of `kCount` tiles.
+/// Calls body(tile, half, row, column) for each pair of results that a lane has in `kCount` tiles.
 template <typename T, int kCount, typename Body>
 __device__ __forceinline__ void each_pair(int first_tile, int lane, Body&& body) {
 #pragma unroll
@@ -176,7 +177,7 @@ __device__ __forceinline__ void each_pair(int first_tile, int lane, Body&& body)
   }
 }
 
-/// The same in both rows of a lane: a bias.
+/// Sets both rows of a lane to the same values: a bias.
 template <typename T, int kCount>
 __device__ __forceinline__ void fill_rows(float (&c)[kCount][4], const float* bias, int first_tile,
                                           int lane) {
@@ -186,21 +187,22 @@ __device__ __forceinline__ void fill_rows(float (&c)[kCount][4], const float* bi
   });
 }
 
-/// Between the projection and the decoder, there and back. Each of the warps that have it makes a
-/// tile of every result; what goes over all latents of a row, it makes for itself, so that these
-/// warps need not wait for one another. It keeps nothing in registers, where the sums are.
+/// The part between the projection and the decoder, forward and backward. Each participating warp
+/// computes one tile of every result. Reductions over all latents of a row are repeated in every
+/// warp, so that the warps need not wait for one another. Nothing stays in registers between calls,
+/// because the sums over rows occupy them.
 template <typename P>
 class Bottleneck {
   using T = typename P::Weight;
   static constexpr int kBlocks = kLatents / 16;
-  /// All latents of rows g and g + 8, by lanes 4g and on, as left operands.
+  /// All latents of rows g and g + 8, spread over lanes 4g to 4g + 3, in the left operand's layout.
   using Rows = Block[kBlocks];
 
  public:
   __device__ __forceinline__ Bottleneck(const Arguments& a, Shared<P>& s, int part)
       : a_(a), s_(s), part_(part) {}
 
-  /// Sends for the projection, to be used by forward(), behind a barrier.
+  /// Starts the asynchronous copy of the projection. forward() uses it after a barrier.
   __device__ __forceinline__ void fetch(int tile, int lane) {
     const int own = 4 * part_ + lane / 8;
     const long long row = row_of(tile) + own;
@@ -212,7 +214,7 @@ class Bottleneck {
     }
   }
 
-  /// z and the normalised projection, into shared memory.
+  /// Writes z and the normalised projection to shared memory.
   __device__ __forceinline__ void forward(int lane) {
     Rows v;
     float inverse[2];
@@ -240,7 +242,7 @@ class Bottleneck {
     });
   }
 
-  /// From the parts of z's gradient to that of the projection.
+  /// Computes the projection's gradient from the partial sums of z's gradient.
   __device__ __forceinline__ void backward(int tile, int lane) {
     Rows d = {};
     if (a_.d_z != nullptr) {
@@ -269,8 +271,8 @@ class Bottleneck {
           d[b].v[r][3] *= four.w;
     });
     store_part(s_.d_mid, d, lane);
-    // The gradient of the normalised projection times that projection, without the former: both
-    // come by the same weights.
+    // Dot product of the normalised projection and its gradient, computed without that gradient: d
+    // . (W n) equals (W^T d) . n.
     float product[2] = {};
     each_four(lane, s_.mid_linear, [&](int b, int r, float4 four) {
       product[r] += fmaf(d[b].v[r][0], four.x, d[b].v[r][1] * four.y) +
@@ -291,7 +293,7 @@ class Bottleneck {
   }
 
  private:
-  /// body(block, half, four values) for what a lane has of rows.
+  /// Calls body(block, half, four values) for each group of four values that a lane has.
   template <typename Body>
   static __device__ __forceinline__ void each_four(int lane,
                                                    const float (&from)[kRows][kLatents + 4],
@@ -305,7 +307,7 @@ class Bottleneck {
       }
     }
   }
-  /// This warp's eight columns.
+  /// Stores this warp's eight columns.
   __device__ __forceinline__ void store_part(T (&to)[kRows][Shared<P>::kNarrow], const Rows& v,
                                              int lane) const {
 #pragma unroll
@@ -336,7 +338,7 @@ class Bottleneck {
   const int part_;
 };
 
-/// Sends for the weights.
+/// Starts the asynchronous copies of the weights.
 template <typename P>
 __device__ __forceinline__ void fetch_weights(const void* packed, Shared<P>& s) {
   const auto copy = [](void* to, const void* from, int bytes) {
@@ -356,8 +358,8 @@ __device__ __forceinline__ void fetch_weights(const void* packed, Shared<P>& s) 
   copy(s.floats, groups + kLayout.groups, sizeof s.floats);
 }
 
-/// A warp's part of a frame, in every product that makes or uses it. kScores: the gradient that
-/// comes in is the score's.
+/// A warp's share of a frame, in every GEMM that produces or uses it. kScores: the incoming
+/// gradient is that of the score.
 template <typename P, bool kScores>
 __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int warp) {
   using T = typename P::Weight;
@@ -367,13 +369,13 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
   int lane = threadIdx.x % 32;
   const auto own_row = [&] { return 4 * part + lane / 8; };
 
-  // The sums of this warp, 32 columns by 32 latents: the decoder's of half a frame, or the
+  // This warp's sums of 32 columns by 32 latents: the decoder's for half a frame, or the
   // projection's.
   const bool has_decode = part < 2;
   const int pair_m = 32 * (part % 2);
   float pair_sums[2][4][4] = {};
   ColumnSums<T> pair_bias[2];
-  // And 16 by 16: the encoder's, or, by the last frame's warps, the bottleneck's.
+  // And of 16 by 16: the encoder's, or the bottleneck's in the warps of the last frame.
   const bool has_mid = f == kFrames - 1;
   const int other_m = 16 * (has_mid ? part / 2 : f), other_n = 16 * (has_mid ? part % 2 : part);
   float other_sums[1][2][4] = {};
@@ -409,7 +411,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     }
   };
 
-  // Nobody writes these while this kernel or the one before it runs, which packs the weights.
+  // Neither this kernel nor the packing kernel before it writes these, so they can be read at once.
   Bottleneck<P> mid(a, s, part);
   load_x(blockIdx.x);
   fetch_gradient(blockIdx.x);
@@ -423,7 +425,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
   const int tiles = static_cast<int>((a.rows + kRows - 1) / kRows);
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     forget(lane), forget(tile);
-    // On their way while x is normalised.
+    // These loads are in flight while x is normalised.
     [[maybe_unused]] Group decode[kLatents / 16][kTiles];
     if constexpr (kScores) {
       const Group* packed =
@@ -440,7 +442,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     x.set(values);
     x.store_shared(s.normal[f][own_row()], lane);
     wait_for_copies();
-    __syncthreads();  // x normalised, the gradient, z
+    __syncthreads();  // publishes the normalised x, the gradient and z
     forget(lane), forget(tile);
 
     if constexpr (kScores) {
@@ -452,11 +454,11 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
       }
       each_pair<T, kTiles>(first_tile, lane, [&](int j, int r, int row, int column) {
         const float scale = 2.f / (kFrames * kMels) * s.d_score[row];
-        T* pair = s.gradient[f][row] + column;  // x, until here
+        T* pair = s.gradient[f][row] + column;  // holds x until it is overwritten here
         store_pair(pair, scale * (y[j][2 * r] - to_accumulator<float>(pair[0])),
                    scale * (y[j][2 * r + 1] - to_accumulator<float>(pair[1])));
       });
-      __syncthreads();  // the gradient
+      __syncthreads();  // publishes the gradient
       forget(lane), forget(tile);
     }
 
@@ -468,7 +470,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
         store_pair(&s.parts[f][row][column], part_of_dz[0][2 * r], part_of_dz[0][2 * r + 1]);
       });
     }
-    __syncthreads();  // the parts of z's gradient
+    __syncthreads();  // publishes the partial sums of z's gradient
     if (has_mid) mid.backward(tile, lane);
     float slope[kTiles][4];
     if (a.reaches_encoder()) {
@@ -485,7 +487,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
         store_pair(s.slice[f][row] + column, value[0], value[1]);
       });
     }
-    __syncthreads();  // behind the encoder's GELU, the projection's gradient
+    __syncthreads();  // publishes the encoder's GELU output and the projection's gradient
     forget(lane), forget(tile);
 
     if (a.reaches_encoder()) {
@@ -509,8 +511,8 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
       }
       wait_for_copies();
     }
-    // In front of the encoder's GELU, the next projection; nobody needs the output's gradient, z
-    // and what belongs to it any more.
+    // Publishes the gradient before the encoder's GELU and the next projection. The output's
+    // gradient, z and the other bottleneck values may be overwritten from here on.
     __syncthreads();
     forget(lane), forget(tile);
 
@@ -533,7 +535,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
                     s.normal[k][0] + other_n, kWide, lane);
       }
     }
-    __syncthreads();  // the gradient of the normalised x; nobody else needs that x any more
+    __syncthreads();  // publishes the gradient of the normalised x; only its own warp needs that x
     forget(lane), forget(tile);
 
     if (a.dx != nullptr) {
@@ -552,7 +554,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
                                    [&](int i, int) { return normal[i]; }, eight_lanes_sum, 8,
                                    1.f / kMels, inverse);
       if constexpr (kScores) {
-        // x is also what the output is compared with.
+        // The score compares the output with x, so x has a direct gradient as well.
         stored.load_shared(s.gradient[f][own_row()], lane);
         stored.get(normal);
 #pragma unroll
@@ -564,7 +566,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
     }
   }
   wait_for_copies();
-  __syncwarp();  // the last rows of `raw` are read
+  __syncwarp();  // all lanes have read the last rows of `raw`
 
   float* sums = a.sums + static_cast<long long>(blockIdx.x) * kSums.floats;
   const int g = lane / 4, t = lane % 4;
@@ -585,7 +587,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
           q[0] = v0, q[kSlices] = v1;
         }
       }
-      // In a row that no other warp may still be reading.
+      // A row of `raw` that no other warp may still be reading.
       if (has_decode && t == 0) s.raw[f][4 * part][column] = total;
     }
     if (has_mid ? a.wanted.mid : a.wanted.encode) {
@@ -600,7 +602,7 @@ __device__ __forceinline__ void frame_part(const Arguments& a, Shared<P>& s, int
       if (t == 0 && other_n == 0) sums[(has_mid ? kSums.b_mid : kSums.b_encode) + m] = total;
     }
   }
-  __syncthreads();  // the decoder's bias, frame by frame
+  __syncthreads();  // publishes the decoder's bias gradient of each frame
   if (a.wanted.decode && threadIdx.x < kMels) {
     float sum = 0;
 #pragma unroll

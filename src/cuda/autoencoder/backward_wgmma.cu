@@ -1,9 +1,10 @@
-// All gradients of many rows of the default model on Hopper, in TF32 or halves: two warpgroups have
-// 64 rows each and go through the frames, first back through the decoder, then through the encoder.
-// What leads from one product to the next stays in registers; what is summed over rows goes to
-// shared memory, where one group makes half of the sums and keeps them in registers. x, the
-// incoming gradient and dx cross memory once; of the score, x is read twice, and dx written, read
-// and written, mostly in L2. Bound by latency: a scheduler has two warps.
+// All gradients of many rows of the default model on Hopper, in TF32 or half precision. Two
+// warpgroups of 64 rows each iterate over the frames twice: back through the decoder, then through
+// the encoder. Activations stay in registers from one GEMM to the next. Operands of the sums over
+// rows go through shared memory; each warpgroup computes half of the sums and holds them in
+// registers. x, the incoming gradient and dx cross memory once. For the score, x is read twice, and
+// dx is written, read and written again, mostly in L2. Bound by latency: a scheduler has only two
+// warps.
 
 #include <algorithm>
 
@@ -35,8 +36,8 @@ struct Arguments {
   long long rows, x_stride;
 };
 
-/// Column of a frame that stands at `place` of a product's result: a lane's are those of the
-/// vectors that it loads.
+/// The frame's column at position `place` of a GEMM's result. The order is chosen so that a lane's
+/// results are the columns of the vectors that it loads.
 template <typename T>
 __host__ __device__ constexpr int mel_at(int place) {
   constexpr int kVector = Vector<T>::kSize;
@@ -44,20 +45,20 @@ __host__ __device__ constexpr int mel_at(int place) {
   return c / kVector * 4 * kVector + place % 8 / 2 * kVector + c % kVector;
 }
 
-/// Packed weights of so many inputs.
+/// Shared-memory layout of packed weights with kInputs inputs.
 template <typename T, int kInputs>
 using Weights = OperandLayout<(kInputs * sizeof(T) < 128 ? 64 : 128),
                               8 * static_cast<int>(kInputs * sizeof(T))>;
 
-/// What the sums over rows are made of: up to 64 columns of all rows. float32 is stored by columns,
-/// 32 rows in a line; halves by rows, which have room for 64 columns.
+/// Operand of the sums over rows: up to 64 columns of all rows. float32 is stored column by column,
+/// 32 rows to a line. Half precision is stored row by row, with room for 64 columns in a row.
 template <typename T, int kColumns>
 struct Panel {
   static constexpr int kWidth = sizeof(T) == 4 ? kColumns : 64;
   using Layout = OperandLayout<128, 1024>;
   T values[kRows * kWidth];
 
-  /// Of the rows that a product's step k adds up.
+  /// The rows that are summed in step k of a GEMM.
   __device__ __forceinline__ Operand<Layout> rows(int k) const {
     return Operand<Layout>(memory, values) +
            (sizeof(T) == 4 ? k / 4 * kWidth * 128 + k % 4 * 32 : k * 2048);
@@ -71,13 +72,13 @@ struct Shared {
   alignas(1024) T frame[2][kScores ? 2 * kFrame : kFrame];
   alignas(1024) Panel<T, 64> a, b, c;
   alignas(1024) Panel<T, kLatents> latents;  ///< z, then the projection's gradient
-  alignas(16) T stage[kRows * kMels];        ///< the next frame's x or gradient
+  alignas(16) T stage[kRows * kMels];        ///< x or gradient of the next frame
   alignas(16) float floats[kLayout.floats];
 };
 static_assert(sizeof(Shared<float, true>) <= 227 * 1024);
 
-/// Where a thread's values lie in panels. put() stores two tiles of values in a product's order,
-/// take() reads the pair of a tile in row g + 8 r, times kStored.
+/// Where a thread's values are in panels. put() stores two tiles of values in the order of a GEMM's
+/// result. take() reads the pair of a tile in row g + 8 r, scaled by kStored.
 template <typename T>
 class Place;
 template <>
@@ -146,8 +147,8 @@ class Place<T> {
   }
 
  private:
-  int line_, line_xor_, line_tile_;  // the 16 bytes that this lane addresses for the warp
-  int pair_, pair_xor_;              // its own columns in row g
+  int line_, line_xor_, line_tile_;  // the 16 bytes whose address this lane supplies for the warp
+  int pair_, pair_xor_;              // this lane's own columns in row g
 };
 
 template <typename T, int kColumns, int kSize>
@@ -157,8 +158,8 @@ __device__ __forceinline__ void put_all(const Place<T>& place, Panel<T, kColumns
   for (int j = 0; j < kSize / 4; j += 2) place.put(to, j, v + 4 * j);
 }
 
-/// Asks for d = left times weights, or d += that. Of two rows, a lane has a quarter of the values,
-/// and may read, not write, `left` before the products are done.
+/// Issues d = left times weights, or d += left times weights. A lane has a quarter of the values of
+/// two rows. Until the GEMM is complete, it may read `left` but not write it.
 template <typename T, bool kAdd, int kLeft, int kSize>
 __device__ __forceinline__ void multiply(float (&d)[kSize], const float (&left)[kLeft],
                                          const T* weights) {
@@ -190,8 +191,8 @@ __device__ __forceinline__ void multiply(float (&d)[kSize], const float (&left)[
   commit_products();
 }
 
-/// Asks for sums += left^T right over all rows: 64 columns of left by as many of right as there is
-/// room for.
+/// Issues sums += left^T right over all rows: 64 columns of left by as many columns of right as
+/// `sums` has room for.
 template <typename T, int kSize, int kRight>
 __device__ __forceinline__ void add_rows(float (&sums)[kSize], const Panel<T, 64>& left,
                                          const Panel<T, kRight>& right) {
@@ -203,7 +204,7 @@ __device__ __forceinline__ void add_rows(float (&sums)[kSize], const Panel<T, 64
   commit_products();
 }
 
-/// LayerNorm of both rows. Of a pair the second value comes first.
+/// LayerNorm of both rows. Within a pair, the second value is summed first.
 template <int kSize>
 __device__ __forceinline__ void normalise(float (&d)[kSize], float (&inverse)[2]) {
 #pragma unroll
@@ -213,7 +214,7 @@ __device__ __forceinline__ void normalise(float (&d)[kSize], float (&inverse)[2]
   }
 }
 
-/// The way back; the normalised values come from a panel.
+/// LayerNorm backward. The normalised values are read from a panel.
 template <typename T, int kColumns, int kSize>
 __device__ __forceinline__ void denormalise(float (&d)[kSize], const float (&inverse)[2],
                                             const Place<T>& place,
@@ -231,15 +232,16 @@ __device__ __forceinline__ void denormalise(float (&d)[kSize], const float (&inv
   }
 }
 
-/// v[i] += both rows' values of a lane's column i.
+/// v[i] += the values of column i in both rows of a lane.
 template <int kSize>
 __device__ __forceinline__ void add_both_rows(float (&v)[kSize / 2], const float (&d)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize / 2; ++i) v[i] += d[i / 2 * 4 + i % 2] + d[i / 2 * 4 + 2 + i % 2];
 }
 
-/// Adds up kCount values over the lanes that differ in g's bits from kBit down; a lane keeps those
-/// that belong to its bits, in the end an eighth of them, the values from kCount / 8 * g on.
+/// Sums kCount values over the lanes that differ in the bits of g from kBit down. At each step a
+/// lane keeps the half that belongs to its bit. In the end it has an eighth of them, the values
+/// starting at kCount / 8 * g.
 template <int kCount, int kBit = 4, int kSize>
 __device__ __forceinline__ void fold(float (&v)[kSize], int g) {
   constexpr int kHalf = kCount / 2;
@@ -252,7 +254,8 @@ __device__ __forceinline__ void fold(float (&v)[kSize], int g) {
   if constexpr (kBit > 1) fold<kHalf, kBit / 2>(v, g);
 }
 
-/// GELU of values; their slopes as pairs of halves, which are as good as the products.
+/// GELU of the values. The slopes are stored as pairs in half precision, which is as accurate as
+/// the GEMMs.
 template <typename P, int kSize>
 __device__ __forceinline__ void gelu_and_slopes(float (&d)[kSize], unsigned (&slopes)[kSize / 2]) {
 #pragma unroll
@@ -273,11 +276,11 @@ __device__ __forceinline__ void multiply_by(float (&d)[kSize],
   }
 }
 
-/// The same in both rows: a bias.
+/// Sets both rows to the same values: a bias.
 template <int kSize>
 __device__ __forceinline__ void set_pair(float (&d)[kSize], int tile, const float* bias) {
   const float2 pair = *reinterpret_cast<const float2*>(bias);
-  // Products add to it: each needs a register of its own before they begin.
+  // The GEMM accumulates into d, so each value needs its own register before the GEMM starts.
   d[4 * tile] = pair.x, d[4 * tile + 1] = pair.y;
   asm volatile("mov.f32 %0, %1;" : "=f"(d[4 * tile + 2]) : "f"(pair.x));
   asm volatile("mov.f32 %0, %1;" : "=f"(d[4 * tile + 3]) : "f"(pair.y));
@@ -293,7 +296,7 @@ __device__ __forceinline__ void fill_frame(float (&d)[kMels / 2], const float* b
   for (int j = 0; j < kMels / 8; ++j) set_pair(d, j, bias + mel_at<T>(8 * j + 2 * t));
 }
 
-/// body(r, q): a lane's vectors of a frame, in rows g and g + 8.
+/// Calls body(r, q) for a lane's vectors of a frame, in rows g and g + 8.
 template <typename T, typename Body>
 __device__ __forceinline__ void each_vector(Body&& body) {
 #pragma unroll
@@ -302,7 +305,7 @@ __device__ __forceinline__ void each_vector(Body&& body) {
     for (int q = 0; q < 16 / Vector<T>::kSize; ++q) body(r, q);
   }
 }
-/// Where value i of such a vector stands in a product's order.
+/// Position of value i of such a vector in the order of a GEMM's result.
 template <typename T>
 __device__ __forceinline__ constexpr int order_of(int r, int q, int i) {
   const int c = Vector<T>::kSize * q + i;
@@ -328,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       copy_vector(static_cast<unsigned char*>(to) + i, static_cast<const unsigned char*>(from) + i);
     }
   };
-  // Weights of the next step, there and back: decoder frame by frame, then encoder.
+  // Prefetches the next step's weights: the decoder's frame by frame, then the encoder's.
   const auto fetch_step = [&](int step) {
     const T* packed = static_cast<const T*>(a.packed);
     if (step < kFrames) {
@@ -341,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             Shared<T, kScores>::kFrame * sizeof(T));
     }
   };
-  // A thread stages and uses its own vectors: nobody has to wait for others.
+  // A thread stages and uses only its own vectors, so no barrier is needed.
   const auto first_row = [&](int tile) {
     return static_cast<long long>(tile) * kRows + 64 * group + 16 * warp + g;
   };
@@ -355,8 +358,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                            row + 8 * r < a.rows);
     });
   };
-  // The next tile's incoming gradient and projection come nearer while the encoder keeps the warps
-  // busy; back through the decoder, they are used faster than memory delivers. A line a thread.
+  // Prefetches the next tile's incoming gradient and projection into L2 during the encoder's steps,
+  // one cache line per thread. The decoder's steps consume them faster than memory delivers.
   const auto announce = [&](int tile, int f) {
     constexpr int kLine = 128 / sizeof(T), kLines = kMels / kLine;
     const int i = threadIdx.x / kLines;
@@ -394,9 +397,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   fetch(s.floats, static_cast<const T*>(a.packed) + 4 * kLayout.groups, sizeof s.floats);
   fetch_step(0);
 
-  // Group 0 sums up for decoder and encoder, 1 for the projection and the bottleneck.
+  // Sums over rows: group 0 has decoder and encoder, group 1 has projection and bottleneck.
   float frame_sums[kFrames][16] = {}, other_sums[32] = {};
-  // Of the columns that fold() leaves to this lane.
+  // Bias gradients of the columns that fold() leaves to this lane.
   float decode_bias[2] = {}, encode_bias[2] = {}, mid_bias = 0;
 
   const int tiles = static_cast<int>((a.rows + kRows - 1) / kRows);
@@ -424,14 +427,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       normalise(normal, mid_inverse);
       wait_for_copies();
       show_to_products();
-      __syncthreads();  // the weights; of the rows before, nobody needs anything any more
+      __syncthreads();  // the weights have landed; nothing of the previous rows is needed any more
       fill(z, s.floats + kLayout.mid_bias, t);
       multiply<T, true>(z, normal, s.resident + 4 * kLayout.mid);
       put_all(place, s.c, normal);
       wait_for_products();
       gelu_and_slopes<P>(z, mid_slopes);
       put_all(place, s.latents, z);
-      __syncwarp();  // a lane may take what others stored for it
+      __syncwarp();  // a lane may read what other lanes stored for it
     }
     // ---- back through the decoder
     float dz[16], bias[16] = {};
@@ -468,13 +471,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       put_all(place, rows, d);
       add_both_rows(bias, d);
       if constexpr (kScores) {
-        // x is also what the output is compared with.
+        // The score compares the output with x, so x has a direct gradient as well.
         if (dx != nullptr) store_dx(row, f, d, -1.f);
       }
       wait_for_products();
       wait_for_copies();
       show_to_products();
-      __syncthreads();  // this frame's gradient, the next step's weights; the sums before are done
+      __syncthreads();  // gradient and next weights are ready; the previous sums are done
       if (group == 0) add_rows<T>(frame_sums[f], rows, s.latents);
     }
     fold<16>(bias, g);
@@ -494,7 +497,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait_for_products();
     denormalise(d_projection, mid_inverse, place, s.c);
     show_to_products();
-    __syncthreads();  // the bottleneck's operands; nobody needs z any more
+    __syncthreads();  // the bottleneck's operands are ready; z may be overwritten
     if (group == 1) {
       float (&mid_sums)[16] = reinterpret_cast<float (&)[16]>(other_sums);
       add_rows<T>(mid_sums, s.b, s.c);
@@ -533,7 +536,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       wait_for_products();
       multiply_by(d, slopes);
       float raw[32];
-      // Also where nobody wants dx: products behind a condition are not overlapped.
+      // Computed even if dx is not wanted: a GEMM inside a branch is not overlapped.
       multiply<T, false>(raw, d, s.resident + 4 * kLayout.encode_transposed);
       put_all(place, s.c, d);
       {
@@ -545,12 +548,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       wait_for_products();
       wait_for_copies();
       show_to_products();
-      __syncthreads();  // the encoder's operands, the next step's weights
+      __syncthreads();  // the encoder's operands and the next step's weights are ready
       const auto finish_dx = [&] {
         if (dx == nullptr) return;
         denormalise(raw, inverse, place, s.a);
         if constexpr (kScores) {
-          // All of them sent for before the first is stored: those behind would wait for it.
+          // Issue all loads before the first store: loads after a store would wait for it.
           each_vector<T>([&](int r, int q) {
             if (!real[r]) return;
             const Vector<T> v = load_vector(dx_at(row, f, r, q));
@@ -560,7 +563,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         store_dx(row, f, raw, 1.f);
       };
-      // In either group, so that its own products go on meanwhile, or come at once behind.
+      // Group 0 writes dx while its GEMM runs. Group 1 writes dx first and then runs its GEMM.
       if (group == 0) {
         add_rows<T>(other_sums, s.c, s.a);
         finish_dx();
@@ -575,7 +578,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
         }
       }
-      __syncthreads();  // nobody needs these operands any more
+      __syncthreads();  // these operands may be overwritten
     }
   }
 
@@ -609,7 +612,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     write(reinterpret_cast<const float (&)[16]>(other_sums),
           [](int m, int n) { return kSums.q_mid + m * kLatents + n; });
   }
-  // The biases, warp by warp.
+  // Write each warp's bias gradients to shared memory.
   float (*biases)[160] = reinterpret_cast<float (*)[160]>(s.a.values);
   float* own = biases[4 * group + warp];
 #pragma unroll

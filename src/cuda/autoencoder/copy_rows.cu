@@ -1,6 +1,6 @@
-// Copies rows between strided and dense memory, for the autoencoder's other kernels, which take
-// them dense. Every element is read and written once; with odd strides, a sector each. Bound by
-// memory.
+// Copies rows between strided and dense memory, for the kernels that take dense rows only. Every
+// element is read and written once. With odd strides, each access touches its own sector. Bound by
+// memory bandwidth.
 
 #include <algorithm>
 
@@ -11,7 +11,7 @@ namespace fusewise::cuda {
 namespace {
 
 struct Shape {
-  long long count, middle, last;  // all elements; sizes of the two inner dimensions
+  long long count, middle, last;  // number of elements; sizes of the two inner dimensions
   long long from[3], to[3];       // strides
 };
 
@@ -42,7 +42,7 @@ void autoencoder_copy(const Context& context, const TensorView& from, const Tens
   Shape shape{from.numel(), 1, 1, {}, {}};
   if (from.rank >= 2) shape.last = from.sizes[from.rank - 1];
   if (from.rank == 3) shape.middle = from.sizes[1];
-  for (int d = 0; d < from.rank; ++d) {  // two dimensions are the outer and the inner one
+  for (int d = 0; d < from.rank; ++d) {  // of two dimensions, use the outer and the inner one
     const int place = d == 1 && from.rank == 2 ? 2 : d;
     shape.from[place] = from.strides[d];
     shape.to[place] = to.strides[d];

@@ -4,7 +4,7 @@
 
 namespace fusewise::cuda {
 
-/// Copies a tensor of up to three dimensions to another of its shape and type, whatever the
+/// Copies a tensor of up to three dimensions to another of the same shape and type, with any
 /// strides.
 void autoencoder_copy(const Context& context, const TensorView& from, const TensorView& to);
 

@@ -1,8 +1,8 @@
-// Reconstruction, latent vector or anomaly score of few rows, default sizes only: a block takes one
-// to four rows, and its threads keep all parameters in registers, as they are, so that no kernel
-// has to pack them first. Each block reads the parameters once, from L2. Bound by latency: the
-// parameters are on their way while x is normalised, and float32 units do the products, which would
-// leave most of a tensor core's rows empty.
+// Reconstruction, latent vector or anomaly score of few rows, default sizes only. A block processes
+// one to four rows, and its threads hold all parameters in registers. The parameters are read
+// unpacked, so no packing kernel is needed. Each block reads them once, from L2. Bound by latency:
+// the parameter loads overlap with normalising x. The GEMMs use float32 FMA units, because so few
+// rows would leave most of a tensor core tile empty.
 
 #include "cuda/autoencoder/kernels.h"
 #include "cuda/autoencoder/warp_tile.cuh"
@@ -15,10 +15,10 @@ namespace {
 constexpr int kMels = 64, kFrames = 5, kLatent = 32, kSlice = 64;
 constexpr int kWidth = kFrames * kMels;
 static_assert(kMels == kSlice, "a frame has as many values before the encoder as behind it");
-constexpr int kMostRows = 4;                // of a block
+constexpr int kMostRows = 4;                // per block
 constexpr int kWarps = kWidth / 16;         // each has 16 columns of the basis
-constexpr int kLinearThreads = 8 * kSlice;  // of the block, which multiply by encoder and decoder
-constexpr int kMidStride = kLatent + 4;     // so that neighbouring rows lie in different banks
+constexpr int kLinearThreads = 8 * kSlice;  // threads that compute encoder and decoder
+constexpr int kMidStride = kLatent + 4;     // padded: neighbouring rows are in different banks
 
 struct Arguments {
   AutoencoderTensors<const void*> parameters;
@@ -28,7 +28,7 @@ struct Arguments {
   long long rows, x_stride;
 };
 
-/// Parameters stay as they lie in memory until they are used, so that nobody waits for them before.
+/// Parameters are converted only when they are used, so that nothing waits for the loads earlier.
 template <typename W>
 __device__ __forceinline__ Four<W> load_four(const void* tensor, int at) {
   Four<W> four;
@@ -47,11 +47,11 @@ __device__ __forceinline__ float dot(float4 a, float4 b) {
   return fmaf(a.x, b.x, a.y * b.y) + fmaf(a.z, b.z, a.w * b.w);
 }
 
-/// A warp has a row of a LayerNorm.
+/// For LayerNorm, a warp has a whole row.
 __device__ __forceinline__ float row_sum_of_warp(float value) { return warp_sum(value); }
 
-/// Sums each value over kLanes lanes that are kStride apart. Lane i of them then has the sums of
-/// kCount / kLanes values, from value i * kCount / kLanes on.
+/// Sums each value over kLanes lanes that are kStride apart. Afterwards, lane i of them has the
+/// sums of kCount / kLanes values, starting at value i * kCount / kLanes.
 template <int kLanes, int kStride, int kCount, int kRoom>
 __device__ __forceinline__ void sum_and_deal(float (&values)[kRoom]) {
   if constexpr (kLanes > 1) {
@@ -67,11 +67,11 @@ __device__ __forceinline__ void sum_and_deal(float (&values)[kRoom]) {
   }
 }
 
-/// Encoder or decoder: 16 neighbouring lanes have two rows of its weights, four columns each.
+/// Encoder or decoder. 16 neighbouring lanes have two rows of its weights, four columns each.
 template <typename W>
 struct LinearRows {
   Four<W> weights[2];
-  float bias;  // of the row that this lane finishes
+  float bias;  // of the row whose result this lane writes
 
   static __device__ __forceinline__ int row() { return threadIdx.x / 16 * 2; }
   static __device__ __forceinline__ int finished_row() { return threadIdx.x / 8; }
@@ -82,7 +82,7 @@ struct LinearRows {
     weights[1] = load_four<W>(weight, 64 * (row() + 1) + column);
     bias = load_one<W>(biases, finished_row());
   }
-  /// finish(frame, value in finished_row()) for all kRows * kFrames frames, by eight lanes.
+  /// Calls finish(frame, value in finished_row()) for all kRows * kFrames frames, in eight lanes.
   template <int kRows, typename Finish>
   __device__ __forceinline__ void multiply(const float* frames, Finish finish) const {
     constexpr int kCount = kRows * kFrames, kEach = (kCount + 7) / 8;
@@ -109,14 +109,14 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   __shared__ __align__(16) float frames[kRows * kWidth];  // the input of encoder and decoder
   __shared__ __align__(16) float slices[kRows * kWidth];  // the encoder's results
   __shared__ float original[kRows * kWidth];
-  __shared__ float parts[kWarps][kRows + 1][kLatent];  // of the projection, and of the norms
+  __shared__ float parts[kWarps][kRows + 1][kLatent];  // partial sums: projection, norms
   __shared__ __align__(16) float mid[kLatent * kMidStride];
   __shared__ __align__(16) float latents[kRows][kLatent];
   const auto& p = a.parameters;
   const int warp = warp_index(), lane = threadIdx.x % 32;
   const long long first = static_cast<long long>(blockIdx.x) * kRows;
 
-  // x comes first, as the longest chain begins with it. A warp has a frame.
+  // Load x first, because the longest dependency chain starts with it. A warp has a frame.
   const bool has_frame = warp < kRows * kFrames;
   const long long row = min(first + warp / kFrames, a.rows - 1);
   const T* x = static_cast<const T*>(a.x) + row * a.x_stride + warp % kFrames * kMels;
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   if (has_linear) encoder.load(p.encoder_weight, p.encoder_bias);
   const float scale[2] = {load_one<W>(p.norm_weight, lane), load_one<W>(p.norm_weight, lane + 32)};
   const float shift[2] = {load_one<W>(p.norm_bias, lane), load_one<W>(p.norm_bias, lane + 32)};
-  // Of the basis a lane has four vectors, four columns of each.
+  // A lane has four columns of four basis vectors.
   const int vector = lane / 4 * 4, column = 16 * warp + lane % 4 * 4;
   Four<W> basis_values[4];
 #pragma unroll
@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   }
   __syncthreads();
 
-  // The projection on the basis, which is not normalised yet: every warp's columns, then their sum.
+  // Projection onto the basis, which is not normalised yet. Each warp sums over its own columns;
+  // then the warps' results are added.
   float4 basis[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) basis[i] = expand(basis_values[i]);
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   }
   __syncthreads();
 
-  // The bottleneck: a warp has a row, a lane a basis vector.
+  // The bottleneck: one warp per row, one lane per basis vector.
   if (warp < kRows) {
     float value = 0.f, squares = 0.f;
 #pragma unroll
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   if (a.out == nullptr && a.score == nullptr) return;
   __syncthreads();
 
-  // Back along the basis: every warp has its columns of the sum over all vectors.
+  // Multiply the latents by the basis: each warp computes its own columns, summed over all vectors.
   {
     float sums[4 * kRows];
 #pragma unroll
@@ -231,7 +232,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
       sums[2 * kRows + r] = along(basis[0].z, basis[1].z, basis[2].z, basis[3].z);
       sums[3 * kRows + r] = along(basis[0].w, basis[1].w, basis[2].w, basis[3].w);
     }
-    // Eight lanes have parts of the same four columns; the last two of them get the same ones.
+    // Eight lanes have partial sums of the same four columns. After this call, pairs of lanes four
+    // apart have the same column.
     sum_and_deal<4, 8, 4 * kRows>(sums);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

@@ -1,13 +1,14 @@
 #pragma once
 
-// From sums over rows to the gradients of parameters, by a block for each row or column of one.
+// From sums over rows to the gradients of the parameters. One block per row or column of a
+// parameter.
 
 #include "cuda/reduce.cuh"
 #include "cuda/vector.cuh"
 
 namespace fusewise::cuda::autoencoder {
 
-inline constexpr int kFinishThreads = 1024;  // a block has one long sum for each of few results
+inline constexpr int kFinishThreads = 1024;  // a block computes few results, each a long sum
 
 template <typename W>
 __device__ __forceinline__ Accumulator<W> read(const void* tensor, long long i) {
@@ -18,7 +19,7 @@ __device__ __forceinline__ void write(void* tensor, long long i, Accumulator<W> 
   if (tensor != nullptr) static_cast<W*>(tensor)[i] = from_accumulator<W>(value);
 }
 
-/// A LayerNorm's affine part and the Linear behind it.
+/// A LayerNorm's affine part and the Linear that follows it.
 struct NormedLinear {
   const void *norm_weight, *norm_bias, *weight;
   void *d_norm_weight, *d_norm_bias, *d_weight, *d_bias;
@@ -26,14 +27,14 @@ struct NormedLinear {
   __device__ bool wanted() const { return d_norm_weight || d_norm_bias || d_weight || d_bias; }
 };
 
-/// Input column k, from q = sum d^T n, rows of `stride` values, and b(i) = sum d_i: d is the
-/// gradient of the Linear's result, n the normalised input.
+/// Gradients of input column k, from q = sum d^T n (rows of `stride` values) and b(i) = sum d_i. d
+/// is the gradient of the Linear's result and n the normalised input.
 template <typename W, typename Bias>
 __device__ void finish_linear(const NormedLinear& p, const Accumulator<W>* q, int stride, Bias b,
                               int outputs, int inputs, int k) {
   using A = Accumulator<W>;
   const A scale = read<W>(p.norm_weight, k), shift = read<W>(p.norm_bias, k);
-  A d_norm[2] = {};  // of its weight, of its bias
+  A d_norm[2] = {};  // of the norm's weight and bias
   for (int n = threadIdx.x; n < outputs; n += blockDim.x) {
     const long long at = static_cast<long long>(n) * inputs + k;
     const A w = read<W>(p.weight, at), q_n = q[static_cast<long long>(n) * stride + k], b_n = b(n);
@@ -48,7 +49,7 @@ __device__ void finish_linear(const NormedLinear& p, const Accumulator<W>* q, in
   write<W>(p.d_norm_bias, k, d_norm[1]);
 }
 
-/// A vector of the basis, of `width` values, from the gradient of it divided by its norm.
+/// Gradient of a basis vector of `width` values, from the gradient of the normalised vector.
 template <typename W>
 __device__ void finish_basis_vector(const void* basis, void* d_basis, long long begin,
                                     long long width, Accumulator<W> inverse_norm,
@@ -59,7 +60,7 @@ __device__ void finish_basis_vector(const void* basis, void* d_basis, long long 
     along[0] += d_unit[i] * (read<W>(basis, begin + i) * inverse_norm);
   }
   block_totals<kFinishThreads>(along);
-  // Below the smallest norm the divisor is a constant.
+  // If the norm is below the smallest allowed norm, the divisor is a constant.
   if (inverse_norm >= A(1e12)) along[0] = 0;
   for (long long i = threadIdx.x; i < width; i += blockDim.x) {
     const A unit = read<W>(basis, begin + i) * inverse_norm;

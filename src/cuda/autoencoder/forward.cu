@@ -1,7 +1,7 @@
-// Reconstruction, latent vector or anomaly score of the autoencoder of default sizes in one kernel,
-// 'block16'. The warps of a block together take 16 rows through the whole chain in registers. x
-// crosses memory once (the score reads it again, from L2), the result once. Bound by the tensor
-// cores in float32, by latencies in TF32 and half precision.
+// Reconstruction, latent vector or anomaly score of the autoencoder with default sizes in one
+// kernel, 'block16'. The warps of a block together take 16 rows through the whole chain in
+// registers. x is read from memory once (the score reads it again, from L2), and the result is
+// written once. Bound by the tensor cores in float32, by latency in TF32 and half precision.
 
 #include <algorithm>
 
@@ -24,8 +24,8 @@ struct Arguments {
   PackedLayout layout;
 };
 
-/// Adds up the blocks of all warps of the block, in order of the warps. Begins with a barrier that
-/// ends what was read before.
+/// Sums the blocks of values over all warps, in order of the warps. Starts with a barrier, so that
+/// earlier reads of `exchange` are complete.
 template <int kBlocks>
 __device__ __forceinline__ void sum_over_warps(Block (&blocks)[kBlocks], float4* exchange) {
   const int lane = threadIdx.x % 32, warp = warp_index(), warps = blockDim.x / 32;
@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(32 * kMostForwardWarps, 1)
   long long tile = blockIdx.x;
   const T* x_base = static_cast<const T*>(a.x);
 
-  // The next frame is on its way while this one is worked on. Nobody writes x while this kernel or
-  // the one before it runs.
+  // The next frame is loaded while this one is processed. Neither this kernel nor the one before it
+  // writes x, so x may be read before the previous kernel has ended.
   Four<T> raw[kMels][2];
   const auto fetch = [&](long long from, int f) {
     RowPair<const T>(x_base, 16 * from, a.rows, a.x_stride)
@@ -98,7 +98,8 @@ __global__ void __launch_bounds__(32 * kMostForwardWarps, 1)
 #pragma unroll
     for (int l = 0; l < kLatents; ++l) projection[l].fill(0.f);
     for (int f = first_frame, next; f < a.frames; f = next) {
-      // The chunks of all frames are dealt out to the group.
+      // Chunks of all frames are distributed round-robin over the warps. Find this warp's next
+      // frame.
       next = f + 1;
       while (next < a.frames && (warp + next * (warps - kChunks % warps)) % warps >= kChunks)
         ++next;
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(32 * kMostForwardWarps, 1)
       expand(frame, raw);
       float inverse_deviation[2];
       normalise(frame, inverse_deviation);
-      // Where it takes no more room, a frame is kept as the products want it.
+      // If it takes no more registers, hold the frame in the operand format of the MMAs.
       constexpr bool kKeepsLeft = !P::kExact;
       typename P::Left left[kKeepsLeft ? kMels : 1];
       if constexpr (kKeepsLeft) {
@@ -129,13 +130,14 @@ __global__ void __launch_bounds__(32 * kMostForwardWarps, 1)
                                        weights, y.encode, chunk * kChunk, m, kMels);
           }
         }
-        // Without a condition, so that the old one needs no registers any more.
+        // Unconditional, so that the registers of the old frame are free from here on.
         if (chunk == kChunks - 1) {
           const bool here = next < a.frames;
           fetch(here ? tile : tile + gridDim.x, here ? next : first_frame);
         }
         if (!mine) continue;
-        // A sum of its own, added with rounding: the tensor cores drop what does not fit.
+        // A separate accumulator, added in float32 arithmetic: the tensor cores truncate their
+        // sums.
         Block part[kLatents];
 #pragma unroll
         for (int l = 0; l < kLatents; ++l) part[l].fill(0.f);
@@ -179,7 +181,7 @@ __global__ void __launch_bounds__(32 * kMostForwardWarps, 1)
 
     const RowPair<T> out(static_cast<T*>(a.out), 16 * tile, a.rows, width);
     float squares[2] = {0.f, 0.f};
-    int unit = 0;  // of work, dealt out to the group
+    int unit = 0;  // work units are distributed round-robin over the warps
     for (int f = 0; f < a.frames; ++f) {
       const long long offset = static_cast<long long>(f) * kColumns;
 #pragma unroll 1
@@ -242,14 +244,15 @@ void launch(const Context& context, const Arguments& a, int warps, std::int64_t 
   const std::int64_t tiles = (a.rows + 15) / 16;
   const DeviceLimits& limits = limits_of(context.device);
   std::int64_t shared = packed + exchange_bytes(warps);
-  // As many blocks of a multiprocessor as are at work at once, all with the same number.
+  // Blocks per SM: as many as can run at once, the same number on every SM.
   const std::int64_t room =
       std::min<std::int64_t>(kMostForwardWarps / warps, limits.shared_memory / (shared + 1024));
   const std::int64_t resident =
       std::clamp<std::int64_t>((tiles + limits.multiprocessors - 1) / limits.multiprocessors, 1,
                                std::max<std::int64_t>(room, 1));
-  // Nor do more fit: while the packing kernel's blocks hold some multiprocessors, they would come
-  // to lie on the others (16384 rows in float32: 72 us where 52 are possible).
+  // Raise the shared memory request so that no more than that fit. Otherwise, while blocks of the
+  // packing kernel still occupy some SMs, too many would be placed on the others (16384 rows in
+  // float32: 72 us where 52 are possible).
   shared = std::max(shared, limits.shared_memory / (resident + 1));
   launch_kernel({context, std::min(tiles, resident * limits.multiprocessors), 32 * warps,
                  static_cast<std::size_t>(shared), true},

@@ -1,8 +1,8 @@
-// The autoencoder and its gradients for any sizes and types: the vendor's products, some rows at a
-// time, with every intermediate result in scratch memory; those of whole rows in x's type, latents
-// and sums in float32 (float64 for float64). What is folded into the weights, and which sums the
-// gradients follow from, is as in the fused kernels. Bound by memory where rows are many, by
-// launches where they are few.
+// The autoencoder and its gradients for any sizes and types. It uses the vendor's GEMMs on chunks
+// of rows, with every intermediate result in scratch memory. Intermediate results of whole rows
+// have x's type; latents and sums are float32 (float64 for float64). Folding of weights and the
+// sums that yield the gradients are as in the fused kernels. Bound by memory for many rows, by
+// launches for few.
 
 #include <algorithm>
 #include <type_traits>
@@ -21,14 +21,14 @@ namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr std::int64_t kMostRowBytes = std::int64_t{128} << 20;  // of the rows taken together
-constexpr int kMostFusedSlices = 256;    // more, and their products of parameters take long
-constexpr std::int64_t kRowsApart = 16;  // chunks begin at multiples, so that they stay aligned
+constexpr std::int64_t kMostRowBytes = std::int64_t{128} << 20;  // scratch for a chunk of rows
+constexpr int kMostFusedSlices = 256;    // above this, multiplying the parameters takes too long
+constexpr std::int64_t kRowsApart = 16;  // chunks start at multiples of this, to stay aligned
 
-// ---- kernels of the rows
+// ---- kernels over rows
 
-/// (value - mean) / deviation of `groups` stretches of `columns` values each, `frames` of them in a
-/// row of `in`: a warp for each.
+/// (value - mean) / deviation of `groups` segments of `columns` values each, one warp per segment.
+/// A row of `in` has `frames` segments.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     normalise_kernel(const T* in, long long row_stride, int frames, long long groups, int columns,
@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// From the gradient of `normal` to that of what was normalised, or that added to `out`.
+/// LayerNorm backward: from the gradient of `normal` to that of its input, written or added to
+/// `out`.
 template <typename T, typename A, typename Out>
 __global__ void __launch_bounds__(kThreads)
     normalise_backward_kernel(const T* d, const T* normal, const A* inverse_deviation,
@@ -97,8 +98,8 @@ struct Add {
   __device__ void operator()(long long i) const { out[i] += to_accumulator<A>(in[i]); }
 };
 
-/// dy = d_out + 2 / width * d_score * (y - x), which may be in place of y; the second part with the
-/// other sign is x's own share of the gradient.
+/// dy = d_out + 2 / width * d_score * (y - x); it may overwrite y. The second term with the
+/// opposite sign is the direct gradient of x.
 template <typename T, typename A>
 struct OutputGradient {
   const A* y;
@@ -129,7 +130,7 @@ void each(const Context& context, const char* what, std::int64_t count, const Bo
                 count);
 }
 
-/// A warp for each row.
+/// One warp per row.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     score_kernel(const A* y, const T* x, long long x_stride, long long rows, long long width,
@@ -145,31 +146,31 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) score[row] = sum / A(width);
 }
 
-// ---- kernels of the parameters
+// ---- kernels over parameters
 
-/// Blocks of 16 where matrices are packed.
+/// Packed matrices are padded to blocks of 16.
 __host__ __device__ constexpr int padded(int size, bool packed) {
   return packed ? (size + 15) / 16 * 16 : size;
 }
 
-/// What the products take. Beside halves some are there twice: what is made of parameters alone,
-/// and the score, is rounded once.
+/// The operands of the GEMMs. With fp16 or bf16 some exist twice: values computed from parameters
+/// alone, and the score, are rounded only once.
 template <typename T, typename A>
 struct Prepared {
-  T *encoder, *encoder_bias;  ///< [S, M], [S]: with LayerNorm's weight and bias
+  T *encoder, *encoder_bias;  ///< [S, M], [S]: with LayerNorm's weight and bias folded in
   A *mid, *mid_bias;          ///< [L, L], [L]: likewise
-  bool packed;                ///< both for norm_linear.cu, and `decode` is made with them
-  bool tf32;                  ///< packed matrices of float32 are rounded
-  T* encoder_transposed;      ///< only packed, and for backward
+  bool packed;                ///< packed for norm_linear.cu; the same kernel computes `decode`
+  bool tf32;                  ///< packed float32 matrices are rounded to TF32
+  T* encoder_transposed;      ///< only if packed, and for backward
   A* mid_transposed;
   A* inverse_norm;          ///< [L], of the basis
-  A* unit;                  ///< [L, F S]: the basis, each vector of length one
+  A* unit;                  ///< [L, F S]: the basis, each vector normalised
   A* decoder;               ///< [M, S]
   A *decode, *decode_bias;  ///< [L, F M], [F M]: unit times decoder
   T *unit_of_rows, *decode_of_rows, *decode_bias_of_rows;
 };
 
-/// A Linear and the LayerNorm before it, and where they go as one.
+/// A LayerNorm and the Linear that follows it, and where to write them folded into one Linear.
 template <typename To>
 struct Folded {
   const void *weight, *bias, *norm_weight, *norm_bias;
@@ -177,7 +178,7 @@ struct Folded {
   To *to, *transposed, *to_bias;
 };
 
-/// Row n, which may be padding.
+/// Computes row n, which may be padding.
 template <typename W, typename T, typename A, typename To>
 __device__ void fold_row(const Folded<To>& f, int n, const Prepared<T, A>& prepared) {
   const bool real = n < f.outputs;
@@ -202,7 +203,8 @@ __device__ void fold_row(const Folded<To>& f, int n, const Prepared<T, A>& prepa
   if (real && threadIdx.x == 0) f.to_bias[n] = from_accumulator<To>(read<W>(f.bias, n) + sum[0]);
 }
 
-/// Frame f of latent l of `decode`, by a warp for each mel. `inverse`: of the basis vector's norm.
+/// Computes frame f of latent l of `decode`, one warp per mel. `inverse`: 1 / the basis vector's
+/// norm.
 template <typename W, typename T, typename A>
 __device__ void fold_decoder(const AutoencoderTensors<const void*>& p, const AutoencoderSizes& s,
                              int l, int f, A inverse, const Prepared<T, A>& to) {
@@ -222,7 +224,7 @@ __device__ void fold_decoder(const AutoencoderTensors<const void*>& p, const Aut
   }
 }
 
-/// A block for each frame of a basis vector, and for each row of the other matrices.
+/// One block for each frame of a basis vector and for each row of the other matrices.
 template <typename W, typename T, typename A>
 __global__ void __launch_bounds__(kFinishThreads)
     prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<T, A> to,
@@ -238,7 +240,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     }
     block_totals<kFinishThreads>(squares);
     const A norm = sqrt(squares[0]);
-    // Not max, which would swallow NaN.
+    // Not max, which would discard NaN.
     const A inverse = norm < A(1e-12) ? A(1e12) : A(1) / norm;
     if (threadIdx.x == 0) to.inverse_norm[l] = inverse;
     for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
@@ -276,11 +278,12 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
 }
 
-/// What the gradients of the parameters follow from: of the biases a sum for every chunk of rows.
+/// The sums from which the parameters' gradients are computed. Biases have one sum per chunk of
+/// rows.
 template <typename A>
 struct Sums {
   A *encode, *mid;  ///< [S, M], [L, L]: of d^T n
-  A* unit;          ///< [L, F S]: gradient of the basis, each vector of length one
+  A* unit;          ///< [L, F S]: gradient of the normalised basis
   A* decode;        ///< [L, F M]: of z^T dy
   A* decoder;       ///< [M, S]: gradient of the decoder's weights
   A* biases;        ///< [chunks, S + L + M]: of the encoder, the bottleneck, the decoder
@@ -333,9 +336,9 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
 }
 
-// ---- the walk
+// ---- processing chunks of rows
 
-/// body(W), the device type of parameters beside data that is computed in A.
+/// Calls body(W) with the device type of the parameters, for data that is computed in A.
 template <typename A, typename Body>
 void dispatch_parameters(DType dtype, Body&& body) {
   if constexpr (std::is_same_v<A, double>) {
@@ -345,8 +348,8 @@ void dispatch_parameters(DType dtype, Body&& body) {
   }
 }
 
-/// Pieces of one memory, each where vectors and the vendor's kernels like it. Without a memory it
-/// counts.
+/// Allocates aligned pieces of one memory block, suitable for vector loads and the vendor's GEMMs.
+/// Without a block it only counts the bytes.
 class Pieces {
  public:
   explicit Pieces(char* memory) : memory_(memory) {}
@@ -373,7 +376,7 @@ constexpr DType kDType<__half> = DType::f16;
 template <>
 constexpr DType kDType<__nv_bfloat16> = DType::bf16;
 
-/// A side of a product.
+/// An operand of a GEMM.
 template <typename Element>
 struct Side {
   const Element* data;
@@ -391,7 +394,7 @@ Side<Element> transposed(const Element* data, std::int64_t stride) {
   return {data, stride, true};
 }
 
-/// The steps of a chunk of rows, on scratch memory for the largest.
+/// The steps for one chunk of rows, with scratch memory for the largest chunk.
 template <typename T>
 class Walk {
  public:
@@ -403,7 +406,7 @@ class Walk {
         s_(call.sizes),
         width_(std::int64_t{s_.frames} * s_.n_mels),
         hidden_(std::int64_t{s_.frames} * s_.slice_latent),
-        // Halves have no more bits than TF32.
+        // fp16 and bf16 have no more mantissa bits than TF32.
         tf32_(call.tf32 || sizeof(T) == 2),
         fused_(!std::is_same_v<T, double> && s_.n_mels <= kMostNormColumns &&
                s_.latent <= kMostNormColumns && s_.slice_latent <= kMostFusedSlices),
@@ -485,7 +488,7 @@ class Walk {
     }
     if (!to_encoder && !wanted.project) return;
 
-    // The memory of the latent gets the projection's gradient.
+    // The latent's buffer is reused for the projection's gradient.
     T* d_projection = z_of_rows_;
     if (fused_) {
       norm_linear_backward(context_, mid_products(),
@@ -502,7 +505,7 @@ class Walk {
     }
     if (!to_encoder) return;
 
-    // And that of `slices_` theirs, then that in front of the GELU.
+    // slices_ is reused for its own gradient, then for the gradient before the GELU.
     multiply(rows, hidden_, l, as_is(d_projection, l), as_is(prepared_.unit_of_rows, hidden_),
              slices_);
     if (wanted.encode) {
@@ -522,7 +525,7 @@ class Walk {
     normalise_backward(y_, normal_, inverse_, frames, s_.n_mels, dx, scores_);
   }
 
-  /// Behind the last chunk.
+  /// Called after the last chunk.
   void finish(const AutoencoderBackwardArguments& call) {
     const WantedSums wanted = wanted_sums(call);
     const std::int64_t m = s_.n_mels, h = s_.slice_latent;
@@ -554,7 +557,7 @@ class Walk {
 
   struct Options {
     bool add = false;
-    bool exact = false;  ///< of parameters alone: it takes no time, so that it need not round
+    bool exact = false;  ///< for parameters alone: costs almost no time, so it need not round
   };
   static constexpr Options kExact{.exact = true};
 
@@ -571,7 +574,7 @@ class Walk {
     return wide * std::int64_t{sizeof(T)} + exact * std::int64_t{sizeof(A)};
   }
 
-  /// Returns how many bytes it takes.
+  /// Returns the number of bytes needed.
   template <typename Call>
   std::int64_t lay_out(const Call& call, char* memory) {
     Pieces pieces(memory);
@@ -612,7 +615,7 @@ class Walk {
     z_of_rows_ = pieces.take<T>(r * l);
     inverse_ = pieces.take<A>(r * s_.frames);
     mid_inverse_ = pieces.take<A>(r);
-    // Forward needs what it overwrites no more.
+    // Forward may overwrite these buffers.
     slices_ = kBackward<Call> ? pieces.take<T>(r * hidden_) : before_;
     y_ = kBackward<Call> ? pieces.take<T>(r * width_) : normal_;
     if constexpr (kTwice) {
@@ -634,16 +637,16 @@ class Walk {
 
   std::int64_t vectors() const { return std::int64_t{s_.latent} * s_.frames; }
 
-  /// How norm_linear.cu multiplies what has x's type, and what the bottleneck has.
+  /// Types with which norm_linear.cu multiplies data of x's type, and data of the bottleneck.
   NormProducts products() const { return {kDType<T>, kDType<T>, tf32_}; }
   NormProducts mid_products() const { return {DType::f32, kDType<T>, tf32_}; }
-  /// Of float32, which is all that norm_linear.cu takes.
+  /// Only float32: norm_linear.cu takes nothing else.
   static float* exact(A* values) {
     if constexpr (std::is_same_v<A, float>) return values;
     return nullptr;
   }
 
-  /// slices_, and for backward what they were made of.
+  /// Computes slices_, and the intermediate results that backward needs.
   void encode(const T* x, std::int64_t x_stride, std::int64_t rows) {
     const std::int64_t m = s_.n_mels, h = s_.slice_latent, frames = rows * s_.frames;
     if (fused_) {
@@ -665,10 +668,10 @@ class Walk {
     normalise(x, x_stride, s_.frames, frames, s_.n_mels, normal_, inverse_);
     multiply(frames, h, m, as_is(normal_, m), transposed(prepared_.encoder, m), before_, {},
              prepared_.encoder_bias);
-    gelu(before_, slices_, rows, hidden_);  // dense: as it fills the lanes best
+    gelu(before_, slices_, rows, hidden_);  // dense memory: long rows fill the lanes best
   }
 
-  /// c B^T.
+  /// Computes c B^T.
   void project(A* projection, std::int64_t rows) {
     multiply(rows, s_.latent, hidden_, as_is(slices_, hidden_),
              transposed(prepared_.unit_of_rows, hidden_), projection);
@@ -698,7 +701,7 @@ class Walk {
     multiply(rows, l, l, as_is(mid_normal_, l), transposed(prepared_.mid, l), mid_before_, {},
              prepared_.mid_bias);
     if constexpr (kTwice) {
-      gelu(mid_before_, dz_, rows, l);  // its gradient comes later
+      gelu(mid_before_, dz_, rows, l);  // dz_ is free until its gradient is computed
       convert(dz_, z, rows * l);
     } else {
       gelu(mid_before_, z, rows, l);
@@ -709,7 +712,7 @@ class Walk {
     multiply(rows, width_, s_.latent, as_is(z, s_.latent), as_is(prepared_.decode_of_rows, width_),
              y, {}, prepared_.decode_bias_of_rows);
   }
-  /// For a score, of the latent that was just made: nothing is rounded to halves.
+  /// Decodes the latent just computed, for the score, without rounding to half precision.
   const A* decode_exactly(const T* z, std::int64_t rows) {
     if constexpr (kTwice) {
       multiply(rows, width_, s_.latent, as_is(dz_, s_.latent), as_is(prepared_.decode, width_),
@@ -720,7 +723,7 @@ class Walk {
     return exact_y_;
   }
 
-  /// The output's gradient: what came in, or y_.
+  /// Returns the output's gradient: the incoming one, or y_.
   const T* output_gradient(const AutoencoderBackwardArguments& call, const T* x, std::int64_t row,
                            std::int64_t rows, T* dx) {
     const T* d_out =
@@ -749,7 +752,7 @@ class Walk {
     return {data, kDType<Element>, context_.device, {count}};
   }
 
-  /// d = a b + bias, or a b added to d; d has adjacent rows.
+  /// d = a b + bias, or d += a b. Rows of d are contiguous.
   template <typename In, typename Out>
   void multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, Side<In> a, Side<In> b,
                 Out* d, Options options = {}, const Out* bias = nullptr) {
@@ -772,7 +775,7 @@ class Walk {
         context_,
         {.z = view(z, rows, columns), .y = view(y, rows, columns), .activation = Activation::gelu});
   }
-  /// In place; `sums`, of the columns, may be null.
+  /// In place. `sums` receives the column sums and may be null.
   template <typename Element>
   void gelu_backward(Element* d, const Element* z, std::int64_t rows, std::int64_t columns,
                      A* sums) {
@@ -801,7 +804,7 @@ class Walk {
   AutoencoderSizes s_;
   std::int64_t width_, hidden_;
   bool tf32_;
-  bool fused_;  ///< LayerNorm and the Linear behind it in one kernel
+  bool fused_;  ///< LayerNorm and the following Linear in one kernel
   bool scores_;
   std::int64_t chunks_, chunk_;
   Prepared<T, A> prepared_{};

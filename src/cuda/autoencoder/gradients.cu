@@ -1,6 +1,7 @@
-// From the sums of every block over its rows to the gradients of the parameters: the blocks added
-// in order, then folded parameters taken apart and the basis norm's Jacobian applied. Reads each
-// sum once, writes each gradient once; 14 MB for 132 blocks, from L2. Bound by L2 and latency.
+// From each block's sums over its rows to the gradients of the parameters. The blocks' sums are
+// added in order; then the folded parameters are separated and the Jacobian of the basis norm is
+// applied. Reads each sum once and writes each gradient once; 14 MB for 132 blocks, from L2. Bound
+// by L2 and latency.
 
 #include "cuda/autoencoder/gradients.cuh"
 
@@ -13,7 +14,7 @@ namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 64;  // of a block that adds; its four strands take every fourth summand
+constexpr int kColumns = 64;  // columns per block; its four strands each add every fourth summand
 
 __global__ void __launch_bounds__(kThreads) add_blocks_kernel(float* sums, int floats, int blocks) {
   __shared__ float parts[kThreads / kColumns][kColumns];
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) add_blocks_kernel(float* sums, int f
   }
   parts[strand][lane] = sum;
   __syncthreads();
-  // The first block's sums make room for the total.
+  // The total overwrites the first block's sums.
   if (strand == 0 && i < floats) {
     sums[i] = (parts[0][lane] + parts[1][lane]) + (parts[2][lane] + parts[3][lane]);
   }

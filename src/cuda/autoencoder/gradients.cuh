@@ -1,20 +1,21 @@
 #pragma once
 
-// Gradients of the parameters: what a block of the backward kernel sums up over its rows, and what
-// follows from that.
+// Gradients of the parameters: the sums that a block of the backward kernel computes over its rows,
+// and how the gradients follow from them.
 //
-// With d the gradient in front of a GELU and n the normalised input of the Linear before it,
-//   q_encode = sum d^T n,  b_encode = sum d       and so for mid
+// With d the gradient before a GELU and n the normalised input of the Linear before that GELU,
+//   q_encode = sum d^T n,  b_encode = sum d       likewise for mid
 //   q_project_f = sum dp^T s_f                    dp: gradient of the projection c B^T
 //   q_decode_f = sum dy_f^T z,  b_decode = sum dy_f
-// all gradients follow: those of a LayerNorm's affine part and of the Linear behind it from q and
-// b alone, those of decoder and basis from q_decode, because y_f = W_dec B^_f^T z + bias.
+// All gradients follow from these sums. Those of a LayerNorm's affine part and of the Linear after
+// it need only q and b. Those of decoder and basis need q_decode, because y_f = W_dec B^_f^T z +
+// bias.
 
 #include "cuda/autoencoder/pack.cuh"
 
 namespace fusewise::cuda::autoencoder {
 
-/// Where the sums of one block lie, in floats; rows and columns padded to 16.
+/// Offsets of one block's sums, in floats. Rows and columns are padded to 16.
 struct SumsLayout {
   int q_encode, b_encode;  ///< [slices, mels], [slices]
   int q_mid, b_mid;        ///< [latents, latents], [latents]
@@ -58,13 +59,13 @@ inline WantedSums wanted_sums(const AutoencoderBackwardArguments& call) {
           .decode = reconstructs && (g.decoder_weight || g.decoder_bias || g.basis)};
 }
 
-/// Whether a call has gradients to finish. A latent gives the decoder no sums, but gradients that
-/// are to be written: zeros.
+/// Whether a call has gradients to finish. The latent's gradient adds nothing to the decoder's
+/// sums, but the decoder's gradients still have to be written, as zeros.
 inline bool finishes(const AutoencoderBackwardArguments& call) {
   return wanted_sums(call).any() || call.gradients.decoder_weight || call.gradients.decoder_bias;
 }
 
-/// From the sums of `blocks` blocks to the gradients, if any are wanted.
+/// Computes the wanted gradients, if any, from the sums of `blocks` blocks.
 void finish_gradients(const Context& context, const AutoencoderBackwardArguments& call,
                       const PackedLayout& layout, const SumsLayout& sums_layout, int blocks,
                       float* sums, const void* packed);

@@ -1,5 +1,5 @@
-// The autoencoder's implementations on CUDA: the kernels of selection.h, behind copies of what does
-// not lie in memory as they take it.
+// The autoencoder's implementations on CUDA: the kernels of selection.h. Tensors whose layout the
+// kernels do not support are copied first.
 
 #include <array>
 #include <bit>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::size_t kWeights = std::size(kAutoencoderWeights);
 
-/// AutoencoderTensors has its members in the order of kAutoencoderWeights.
+/// The members of AutoencoderTensors are in the order of kAutoencoderWeights.
 template <typename Pointer>
 AutoencoderTensors<Pointer> pointers_of(const AutoencoderWeights& weights) {
   std::array<Pointer, kWeights> pointers;
@@ -28,13 +28,13 @@ AutoencoderTensors<Pointer> pointers_of(const AutoencoderWeights& weights) {
   return std::bit_cast<AutoencoderTensors<Pointer>>(pointers);
 }
 
-/// Calls that arrive here passed all checks: two weights show the sizes.
+/// Calls have passed all checks by now, so the shapes of two weights determine all sizes.
 fusewise::AutoencoderSizes sizes_of(const AutoencoderWeights& weights) {
   const TensorView &encoder = weights.encoder_weight, &basis = weights.basis;
   return {encoder.sizes[1], basis.sizes[1] / encoder.sizes[0], basis.sizes[0], encoder.sizes[0]};
 }
 
-/// Whether a row's values lie side by side.
+/// Whether the values of a row are contiguous.
 bool has_dense_rows(const TensorView& t) {
   std::int64_t stride = 1;
   for (int d = t.rank - 1; d >= 1; --d) {
@@ -44,12 +44,12 @@ bool has_dense_rows(const TensorView& t) {
   return true;
 }
 
-/// Whether the kernels take a tensor as it lies.
+/// Whether the kernels support the tensor's layout.
 bool is_taken(const TensorView& t, bool rows_suffice) {
   return !t.defined() || (rows_suffice ? has_dense_rows(t) : is_dense(t));
 }
 
-/// The same tensor, row-major elsewhere.
+/// The same tensor as row-major memory at `data`.
 TensorView laid_out(TensorView t, void* data) {
   t.data = data;
   std::int64_t stride = 1;
@@ -60,7 +60,8 @@ TensorView laid_out(TensorView t, void* data) {
   return t;
 }
 
-/// A tensor as the kernels take it: itself, or a dense copy that is read or written instead.
+/// A tensor in a layout that the kernels support: the tensor itself, or a dense copy that is read
+/// or written instead.
 class Dense {
  public:
   Dense(const Context& context, const TensorView& t, bool rows_suffice = false)
@@ -69,7 +70,7 @@ class Dense {
         own_(is_taken(t, rows_suffice)),
         copy_(context, own_ ? 0 : t.numel() * size_of(t.dtype)) {}
 
-  /// The tensor with its data where the kernels find it.
+  /// The tensor with the data pointer that the kernels should use.
   TensorView view() const { return own_ ? tensor_ : laid_out(tensor_, copy_.data()); }
   void gather() const {
     if (!own_) autoencoder_copy(context_, tensor_, view());
@@ -120,7 +121,7 @@ AutoencoderBackwardArguments arguments(const AutoencoderBackward& call) {
   return a;
 }
 
-/// The launchers take dense tensors, but for the rows of x.
+/// The launchers take dense tensors, except that rows of x may be strided.
 template <typename Run>
 void with_dense(const Context& context, const AutoencoderForward& call, const Run& run) {
   const Dense x(context, call.x, true), y(context, call.y), latent(context, call.latent),
@@ -152,7 +153,7 @@ void with_dense(const Context& context, const AutoencoderBackward& call, const R
   dx.scatter();
 }
 
-/// What no rows give; false where there are some.
+/// Writes the results of a call without rows. Returns false if there are rows.
 bool done_without_rows(const Context&, const AutoencoderForward& call) {
   return call.x.sizes[0] == 0;
 }
@@ -168,7 +169,7 @@ bool done_without_rows(const Context& context, const AutoencoderBackward& call) 
   return true;
 }
 
-/// The arguments of a call as with_dense will hand them over, as far as shapes and addresses tell.
+/// The arguments that with_dense will pass, as far as they follow from shapes and addresses.
 /// Scratch memory is aligned to 256 bytes.
 std::int64_t row_of(const TensorView& t) {
   return t.rank == 3 ? t.sizes[1] * t.sizes[2] : t.rank == 2 ? t.sizes[1] : 1;

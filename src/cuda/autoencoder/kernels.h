@@ -1,7 +1,7 @@
 #pragma once
 
-// The autoencoder's kernels: every launcher takes calls that the list in selection.h lets it take,
-// with memory that is dense but for the rows of x.
+// The autoencoder's kernels. A launcher may only be called if the list in selection.h accepts the
+// call for it. Tensors are dense, except that rows of x may be strided.
 
 #include "cuda/autoencoder/plans.h"
 
@@ -9,11 +9,11 @@ namespace fusewise::cuda::autoencoder {
 
 // ---- forward
 
-/// few_rows.cu: one to four rows a block, which reads the parameters as they are.
+/// few_rows.cu: one to four rows per block. Reads the parameters unpacked.
 void run_few_rows(const Context& context, const AutoencoderForwardArguments& call);
 
-/// many_rows.cu: 16 rows a warp, the packed weights in shared memory. `warps`: of a block; chosen
-/// where it is 0.
+/// many_rows.cu: 16 rows per warp, packed weights in shared memory. `warps` is per block; 0 means
+/// automatic.
 void run_many_rows(const Context& context, const AutoencoderForwardArguments& call, int warps);
 void run_many_rows(const Context& context, const AutoencoderForwardArguments& call);
 
@@ -24,15 +24,15 @@ void run_block16(const Context& context, const AutoencoderForwardArguments& call
 /// general.cu: GEMMs of the vendor's library, for any sizes and types.
 void run_general(const Context& context, const AutoencoderForwardArguments& call);
 
-// ---- backward: each recomputes what forward did not keep, and goes back through it
+// ---- backward: each recomputes what forward did not save, then computes the gradients
 
-/// backward_wgmma.cu: 64 rows a warpgroup.
+/// backward_wgmma.cu: 64 rows per warpgroup.
 void run_wgmma(const Context& context, const AutoencoderBackwardArguments& call);
 
-/// backward_block16.cu: 16 rows a block; four warps share a frame.
+/// backward_block16.cu: 16 rows per block; four warps share a frame.
 void run_block16(const Context& context, const AutoencoderBackwardArguments& call);
 
-/// backward.cu: 16 rows a warp.
+/// backward.cu: 16 rows per warp.
 void run_warps(const Context& context, const AutoencoderBackwardArguments& call,
                const BackwardPlan& plan);
 void run_warps(const Context& context, const AutoencoderBackwardArguments& call);

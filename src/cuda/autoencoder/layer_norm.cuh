@@ -1,15 +1,17 @@
 #pragma once
 
-// LayerNorm without its affine part, of rows that lanes hold in registers, there and back. The
-// kernels say where a lane's values of a row are, and how lanes that share a row add up.
+// LayerNorm without its affine part, forward and backward, of rows that lanes hold in registers.
+// The caller says where a lane's values of a row are, and how to sum over the lanes that share a
+// row.
 //
-// A lane has kPieces pieces of kGroup values, of which the first `count` are there: at(p, i) is
-// value i of piece p. The values of a piece are summed as a tree, and pieces in kStrands sums at a
-// time, because each addition waits for the one before it.
+// A lane has kPieces pieces of kGroup values, of which the first `count` pieces are used. at(p, i)
+// is value i of piece p. The values of a piece are summed as a tree. The pieces are summed in
+// kStrands independent accumulators, because each addition waits for the previous one.
 
 namespace fusewise::cuda::autoencoder {
 
-/// 1 / sqrt(value), to the last bit or so; 0 of a variance that is infinite, as torch has it.
+/// 1 / sqrt(value), accurate to about the last bit. Returns 0 if the variance is infinite, as torch
+/// does.
 __device__ __forceinline__ float inverse_root(float value) {
   const float guess = rsqrtf(value);
   const float better = fmaf(guess * 0.5f, fmaf(-value * guess, guess, 1.f), guess);
@@ -34,12 +36,12 @@ __device__ __forceinline__ float sum_of_piece(const At& at, int p) {
   if constexpr (kGroup == 4) return (at(p, 0) + at(p, 1)) + (at(p, 2) + at(p, 3));
 }
 
-/// The values become (value - mean) / sqrt(variance + 1e-5); returns 1 / sqrt(variance + 1e-5).
-/// real(p, i): whether a value is one of the row's `columns`, or padding, which stays zero.
+/// Replaces the values by (value - mean) / sqrt(variance + 1e-5) and returns 1 / sqrt(variance +
+/// 1e-5). real(p, i) says whether a value is one of the row's `columns`. Padding stays zero.
 template <int kPieces, int kGroup, int kStrands = 1, typename At, typename RowSum, typename Real>
 __device__ __forceinline__ float normalise_row(At at, RowSum row_sum, int count, int columns,
                                                Real real) {
-  // Of a single piece, no addition to zero comes first.
+  // With a single piece, no addition to zero comes first.
   constexpr bool kSingle = kPieces == 1;
   float sums[kStrands] = {}, squares[kStrands] = {};
 #pragma unroll
@@ -75,9 +77,9 @@ __device__ __forceinline__ float normalise_row(At at, RowSum row_sum, int column
                                                   [](int, int) { return true; });
 }
 
-/// From the gradient of normalised values, less its mean (the weights see to that), to that of the
-/// values. normal(p, i) is a normalised value; `scale` is 1 / columns, and makes up for what normal
-/// may be scaled by.
+/// From the gradient of the normalised values to that of the values. The mean of the gradient is
+/// already removed, by the weights. normal(p, i) is a normalised value. `scale` is 1 / columns, and
+/// also undoes any scaling of normal.
 template <int kPieces, int kGroup, int kStrands = 1, typename At, typename Normal, typename RowSum>
 __device__ __forceinline__ void normalise_row_backward(At at, Normal normal, RowSum row_sum,
                                                        int count, float scale, float inverse) {

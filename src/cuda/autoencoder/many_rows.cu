@@ -1,7 +1,8 @@
-// Reconstruction, latent vector or anomaly score of many rows, default sizes but for the number of
-// frames: a warp takes 16 rows through the whole chain in registers, and all weights lie in shared
-// memory. x crosses memory once (the score reads it again, from L2), the result once. Bound by the
-// tensor cores in float32, by the latencies of loads, products and GELU in TF32 and halves.
+// Reconstruction, latent vector or anomaly score of many rows; default sizes, but any number of
+// frames. A warp takes 16 rows through the whole chain in registers, and all weights are in shared
+// memory. x is read from memory once (the score reads it again, from L2), and the result is written
+// once. Bound by the tensor cores in float32, by the latency of loads, MMAs and GELU in TF32 and
+// half precision.
 
 #include <algorithm>
 
@@ -28,19 +29,19 @@ struct Arguments {
   PackedLayout layout;
 };
 
-/// Of a block, for their registers.
+/// Most warps per block, limited by registers.
 template <typename P>
 constexpr int most_warps() {
   return P::kExact ? 8 : 16;
 }
 
-/// The lane's part of a frame, as it lies in memory: of rows g and g + 8, 16 bytes out of every 64.
+/// The lane's part of a frame in memory format: 16 of every 64 bytes of rows g and g + 8.
 template <typename T>
 struct RawFrame {
   static constexpr int kSize = Vector<T>::kSize, kVectors = 4 * kMels / kSize;
   Vector<T> rows[2][kVectors];
 
-  /// The lane's value i of row r: column i % 4 of block i / 4. In one instruction.
+  /// The lane's value i of row r: column i % 4 of block i / 4. Takes one instruction.
   __device__ __forceinline__ float value(int r, int i) const {
     const Vector<T>& vector = rows[r][i / kSize];
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -52,8 +53,8 @@ struct RawFrame {
   }
 };
 
-/// Where the lane's two rows lie. Beyond the last row, that one is read in its place, and written
-/// once more.
+/// Addresses of the lane's two rows. A row past the end is replaced by the last row, which is then
+/// read and written again.
 template <typename T>
 struct LaneRows {
   using Value = std::remove_const_t<T>;
@@ -67,7 +68,7 @@ struct LaneRows {
       at[r] = base + min(row, rows - 1) * stride + threadIdx.x % 4 * kSize;
     }
   }
-  /// Vectors `first` and on of a frame.
+  /// Loads `count` vectors of a frame, starting at `first`.
   __device__ __forceinline__ void load(RawFrame<Value>& raw, int frame, int first,
                                        int count) const {
 #pragma unroll
@@ -92,9 +93,9 @@ __device__ __forceinline__ void set_pair(Vector<T>& vector, int pair, float a, f
   reinterpret_cast<unsigned*>(&vector)[pair] = pack_pair(T{}, a, b);
 }
 
-/// The sum of row r of a frame. Halves are multiplied by ones: fewer instructions, and all lanes
-/// have the sum. So that a vector stays in its registers, half of it passes for a part of the row
-/// eight below.
+/// The sum of row r of a frame. In half precision it is a matrix product with ones: this takes
+/// fewer instructions, and all lanes get the sum. Half of each vector is passed as part of row r +
+/// 8, so that the vector can stay in its registers.
 template <typename P, typename T>
 __device__ __forceinline__ float sum_of_row(const RawFrame<T>& raw, int r) {
   if constexpr (sizeof(T) == 2) {
@@ -124,17 +125,17 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
   using T = typename P::Weight;
   using Input = LaneRows<const T>;
   constexpr int kSize = Vector<T>::kSize, kVectors = RawFrame<T>::kVectors;
-  constexpr int kChunk = P::kExact ? 4 : 2;  // blocks of results made together
+  constexpr int kChunk = P::kExact ? 4 : 2;  // blocks of results computed together
   extern __shared__ __align__(16) unsigned char shared[];
   const PackedLayout& y = a.layout;
   const int warp = warp_index(), warps = blockDim.x / 32, lane = threadIdx.x % 32;
   const long long tiles = (a.rows + 15) / 16;
   const long long step = static_cast<long long>(gridDim.x) * warps;
-  // Neighbours go to different blocks: of the last rows, all have a part.
+  // Consecutive tiles go to different blocks, so that the last tiles are spread over all blocks.
   long long tile = static_cast<long long>(warp) * gridDim.x + blockIdx.x;
 
-  // The next frame is on its way while this one is worked on. Nobody writes x while this kernel or
-  // the one before it runs.
+  // The next frame is loaded while this one is processed. Neither this kernel nor the one before it
+  // writes x, so x may be read before the previous kernel has ended.
   RawFrame<T> raw;
   const auto rows_of = [&](long long which) {
     return Input(static_cast<const T*>(a.x), which, a.rows, a.x_stride);
@@ -158,8 +159,9 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
 #pragma unroll
     for (Block& b : projection) b.fill(0.f);
     for (int f = 0; f < a.frames; ++f) {
-      // LayerNorm: its mean is taken off here, its deviation off the encoder's result. Half of it
-      // in float16, where a difference of two numbers may be too large.
+      // LayerNorm: the mean is subtracted here, and the encoder's result is divided by the
+      // deviation. In float16 the difference is halved, because the difference of two numbers may
+      // overflow.
       constexpr float kShare = std::is_same_v<T, __half> ? 0.5f : 1.f;
       Block frame[kMels];
       float inverse_deviation[2];
@@ -177,21 +179,22 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
             inverse_root(row_sum(squares) * (1.f / (kShare * kShare * kFrameWidth)) + 1e-5f) *
             (1.f / kShare);
       }
-      // Where it takes no more room, a frame is kept as the products want it.
+      // If it takes no more registers, hold the frame in the operand format of the MMAs.
       constexpr bool kKeepsLeft = !P::kExact;
       typename P::Left left[kKeepsLeft ? kMels : 1];
       if constexpr (kKeepsLeft) {
 #pragma unroll
         for (int m = 0; m < kMels; ++m) left[m] = P::left(frame[m]);
       }
-      // The frame after the last is the first once more for the score, else that of the next rows.
-      // Without a condition, so that the old one needs no registers any more.
+      // After the last frame comes frame 0: of the same rows for the score, otherwise of the next
+      // rows. The load is unconditional, so that the registers of the old frame are free from here
+      // on.
       const auto fetch_next = [&] {
         const bool last = f + 1 == a.frames;
         if (last && !kScores) x = rows_of(tile + step);
         x.load(raw, last ? 0 : f + 1, 0, kVectors);
       };
-      constexpr bool kFetchesEarly = sizeof(T) == 2;  // else there are no registers for it
+      constexpr bool kFetchesEarly = sizeof(T) == 2;  // float32 has no free registers for it
       if (kFetchesEarly) fetch_next();
 #pragma unroll
       for (int chunk = 0; chunk < kSlices; chunk += kChunk) {
@@ -205,8 +208,8 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
                                y.encode, chunk, m, kMels);
         }
         if (!kFetchesEarly && chunk + kChunk == kSlices) fetch_next();
-        // The exact sum is one of its own, added with rounding: the tensor cores drop what does not
-        // fit.
+        // The exact product uses a separate accumulator, added in float32 arithmetic: the tensor
+        // cores truncate their sums.
         Block part[kLatents];
 #pragma unroll
         for (Block& b : part) b.fill(0.f);
@@ -249,7 +252,8 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
       z_left[l] = P::left(z[l]);
     }
     if (a.z != nullptr) {
-      // Values of their own: a vector wants other registers than the products with all frames.
+      // Copies of z in new registers: a vector store needs a different register order than the
+      // GEMMs that use z for all frames.
       Block zero;
       zero.fill(0.f);
 #pragma unroll
@@ -275,8 +279,8 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
         for (int j = 0; j < kChunk; ++j) {
           reinterpret_cast<float4*>(biases)[j] = weights.bias(y.decode_bias, chunk + j);
         }
-        // The score's product begins with what it is compared with. Not the exact one: beside
-        // larger values, the tensor cores drop more.
+        // For the score, start the accumulator at bias - x. Not in the exact product: the tensor
+        // cores truncate more when the accumulator is large.
         constexpr bool kSubtractsFirst = kScores && !P::kExact;
         Block result[kChunk];
 #pragma unroll
@@ -305,7 +309,7 @@ __global__ void __launch_bounds__(32 * most_warps<P>(), 1)
           }
           if (!kSubtractsFirst) fetch_next();
         } else {
-          // Added here, the bias takes the values to the registers that a vector wants.
+          // Adding the bias here writes the values to the registers that the vector store needs.
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -357,14 +361,14 @@ void launch(const Context& context, const AutoencoderForwardArguments& call,
   dispatch_products(call.dtype, call.tf32, [&]<typename P>(P) {
     const std::int64_t most = all * most_warps<P>();
     if (warps == 0) {
-      // All have the same number of rows; but eight are there to copy the weights, if only for that
-      // (4096 rows in TF32: 13.6 us, with two 14.8).
+      // All warps get the same number of rows. But a block has at least eight warps, even if some
+      // only copy weights (4096 rows in TF32: 13.6 us, with two warps 14.8).
       const std::int64_t rounds = (tiles + most - 1) / most;
       warps = std::max(static_cast<int>((tiles + all * rounds - 1) / (all * rounds)), 8);
     }
     warps = std::min(warps, most_warps<P>());
-    // So much that one block fits on a multiprocessor: while the packing kernel's blocks hold some,
-    // two would come to lie on the others.
+    // Request enough shared memory that only one block fits on an SM. Otherwise, while blocks of
+    // the packing kernel still occupy some SMs, two blocks would be placed on the others.
     const std::int64_t shared =
         std::max<std::int64_t>(packed_bytes(layout, packed_kind(call.dtype, call.tf32)),
                                std::min(limits.shared_memory / 2, limits.block_shared_memory));

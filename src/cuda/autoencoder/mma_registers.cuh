@@ -1,11 +1,11 @@
 #pragma once
 
-// Matrix products of a warp's 16 rows by mma.sync, operands and results in registers.
+// Matrix products of a warp's 16 rows with mma.sync, operands and results in registers.
 //
-// A Block is 16 rows by 16 columns: lane 4g + t has columns 4t to 4t + 3 of rows g and g + 8. The
-// result of one product is so the left operand of the next one without a shuffle, because the order
-// of the columns in a sum is free, and a row in memory is read and written 16 bytes a lane. Weights
-// are packed to match (pack.cuh).
+// A Block is 16 rows by 16 columns: lane 4g + t has columns 4t to 4t + 3 of rows g and g + 8. With
+// this layout, the result of one product is the left operand of the next without a shuffle, because
+// the order of the columns in a sum is free. Also, a lane reads and writes 16 bytes of a row at a
+// time. Weights are packed to match (pack.cuh).
 
 #include <cstdint>
 #include <type_traits>
@@ -49,7 +49,7 @@ __device__ __forceinline__ void mma_tf32(float& c0, float& c1, float& c2, float&
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/// The same for 16 halves at a time, in pairs.
+/// The same with a depth of 16 in fp16 or bf16, packed in pairs.
 __device__ __forceinline__ void mma_halves(__half, float& c0, float& c1, float& c2, float& c3,
                                            unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                                            unsigned b0, unsigned b1) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ void mma_halves(__nv_bfloat16, float& c0, float& c1, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/// The tensor cores drop the bits of a float32 below TF32's. Adding half of the last kept bit first
-/// rounds to nearest; NaN's bits must not go over into the sign.
+/// The tensor cores truncate float32 operands to TF32. Adding half of the last kept bit first
+/// rounds to nearest. NaN needs care: the carry must not reach the sign bit.
 constexpr unsigned kTf32Half = 0x1000u;
 constexpr unsigned kTf32Mask = 0xffffe000u;
 
@@ -77,35 +77,37 @@ __device__ __forceinline__ float nearest_tf32(float value) {
   return isfinite(value) ? __uint_as_float(bits) : value;
 }
 
-/// By so much is a number, on the average over the mantissas, smaller when its lower bits are cut
-/// off. Whoever multiplies cut numbers makes up for it in one of the factors: the error is then at
-/// most two thirds of the last kept bit, as good as none, and has no sign.
+/// Mean relative error of truncating to TF32, averaged over the mantissas. Code that multiplies
+/// truncated numbers folds this into one of the factors. The remaining error is at most two thirds
+/// of the last kept bit, as good as without truncation, and has no bias.
 constexpr float kCutLoss = 3.3857e-4f;
 
-/// Rounds what the tensor cores get, in one instruction.
+/// Rounds an operand of the tensor cores, in one instruction.
 __device__ __forceinline__ unsigned round_to_tf32(float value) {
   return __float_as_uint(fmaf(value, kCutLoss, value));
 }
 
-/// value = high + low, high rounded to nearest; low is NaN where value is infinite or NaN. Were
-/// high cut instead, low would have value's sign, and so would what the tensor cores drop of low.
+/// value = high + low, with high rounded to nearest. low is NaN if value is infinite or NaN. If
+/// high were truncated instead, low would always have value's sign, and so would the part of low
+/// that the tensor cores truncate.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
   high = (__float_as_uint(value) + kTf32Half) & kTf32Mask;
   low = __float_as_uint(value - __uint_as_float(high));
 }
 
-/// 1 / max(norm, 1e-12) of a basis vector. Not fmaxf, which would swallow NaN.
+/// 1 / max(norm, 1e-12) of a basis vector. Not fmaxf, which would discard NaN.
 __device__ __forceinline__ float inverse_norm(float squares) {
   const float norm = sqrtf(squares);
   return 1.f / (norm < 1e-12f ? 1e-12f : norm);
 }
 
-// How a product of a block and packed weights is done. A term is one instruction; terms of several
-// results are interleaved by who calls, because each waits for the one before it in its result.
+// Ways to multiply a block by packed weights. A term is one instruction. Each term waits for the
+// previous term of the same result, so callers interleave the terms of several results.
 
-/// A float32 as the sum of two TF32, three products for one: as accurate as float32 units. The
-/// tensor cores cut every sum to 24 bits, errors that all have the sum's sign. So the sum of an
-/// input block begins at zero, and float32 units, which round to nearest, add it to the result.
+/// A float32 as the sum of two TF32 numbers: three MMAs instead of one, as accurate as float32 FMA
+/// units. The tensor cores truncate every sum to 24 bits, so all errors have the same sign relative
+/// to the sum. Therefore the sum over an input block starts at zero, and float32 units, which round
+/// to nearest, add it to the result.
 struct ExactProducts {
   using Weight = float;
   static constexpr int kTerms = 6;
@@ -136,7 +138,8 @@ struct ExactProducts {
     split(w.w, o.high[3], o.low[3]);
     return o;
   }
-  /// Columns 8 * half_block and on of a block of results. Small products come first.
+  /// Accumulates columns 8 * half_block to 8 * half_block + 7 of a block of results. Small products
+  /// come first.
   static __device__ __forceinline__ void term(int which, Block& c, int half_block, const Left& a,
                                               const Right& w) {
     const int n = 2 * half_block, k = which % 2 * 2;
@@ -147,8 +150,8 @@ struct ExactProducts {
   }
 };
 
-/// TF32: the left operand is cut, which costs no instruction. Weights were rounded when they were
-/// packed, and make up for what the cut takes away.
+/// TF32: the left operand is truncated, which costs no instruction. Weights are rounded when
+/// packed, and are scaled to compensate for the truncation.
 struct Tf32Products {
   using Weight = float;
   static constexpr int kTerms = 2;
@@ -186,7 +189,7 @@ __device__ __forceinline__ unsigned pack_pair(__nv_bfloat16, float a, float b) {
   return reinterpret_cast<const unsigned&>(pair);
 }
 
-/// Operands as float16 or bfloat16.
+/// Operands in float16 or bfloat16.
 template <typename T>
 struct HalfProducts {
   using Weight = T;
@@ -215,15 +218,15 @@ struct HalfProducts {
   }
 };
 
-/// Where output n, input k of a packed matrix lies: lanes read four inputs of an output at a time,
-/// and outputs are so dealt out to instructions that a lane gets neighbouring columns.
+/// Index of output n, input k in a packed matrix. Lanes read four inputs of an output at a time.
+/// The outputs are ordered so that a lane gets neighbouring columns.
 __device__ __forceinline__ int register_position(int n, int k, int input_blocks) {
   const int r = n & 15, tile = 2 * (n >> 4) + ((r >> 1) & 1), g = 2 * (r >> 2) + (r & 1);
   return 4 * ((tile * input_blocks + (k >> 4)) * 32 + 4 * g + ((k & 15) >> 2)) + (k & 3);
 }
 
-/// A weight as tensor cores get it; TF32 is rounded, and makes up for the cut of what it is
-/// multiplied by.
+/// A weight in the tensor cores' format. TF32 is rounded, and scaled to compensate for the
+/// truncation of the other operand.
 template <typename E>
 __device__ __forceinline__ E packed_value(float value, bool tf32) {
   if constexpr (sizeof(E) == 4) {
@@ -235,19 +238,19 @@ __device__ __forceinline__ E packed_value(float value, bool tf32) {
 
 // ---- rows in memory
 
-/// Four neighbouring values as they lie in memory. They are turned into floats by who uses them, so
-/// that nobody waits for them before.
+/// Four neighbouring values in memory format. They are converted to float when they are used, so
+/// that nothing waits for the load earlier.
 template <typename T>
 struct Four {
   uint2 bits;
 
-  /// What no kernel writes while this one runs.
+  /// For memory that no kernel writes while this one runs.
   __device__ __forceinline__ void load(const T* p) {
     asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
                  : "=r"(bits.x), "=r"(bits.y)
                  : "l"(p));
   }
-  /// What this kernel itself wrote.
+  /// For memory that this kernel itself wrote.
   __device__ __forceinline__ void load_own(const T* p) {
     bits = *reinterpret_cast<const uint2*>(p);
   }
@@ -282,7 +285,7 @@ __device__ __forceinline__ void store_four(T* p, const float (&v)[4]) {
          make_uint2(pack_pair(T{}, v[0], v[1]), pack_pair(T{}, v[2], v[3])));
 }
 
-/// A T that is not const is what this kernel wrote.
+/// A non-const T means that this kernel wrote the memory.
 template <typename T>
 __device__ __forceinline__ Four<std::remove_const_t<T>> load_four(T* p) {
   Four<std::remove_const_t<T>> four;
@@ -294,7 +297,7 @@ __device__ __forceinline__ Four<std::remove_const_t<T>> load_four(T* p) {
   return four;
 }
 
-/// Over the four lanes that share a row.
+/// Sum over the four lanes that share a row.
 __device__ __forceinline__ float row_sum(float value) {
   value += __shfl_xor_sync(0xffffffffu, value, 1);
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
@@ -308,9 +311,10 @@ __device__ __forceinline__ float fast_exp2(float value) {
   return result;
 }
 
-/// The logarithm to base two of the normal distribution's integral from |z| to infinity is nearly a
-/// parabola: here is the factor of |z|^i in a polynomial, fitted so that GELU's error is least:
-/// 1e-4 with degree 3, 6e-7 with 5, and with 8 1.2e-8, which rounding makes 5e-8.
+/// The base-two logarithm of the normal distribution's integral from |z| to infinity is nearly a
+/// parabola. This returns the coefficient of |z|^i in a polynomial, fitted to minimise the error of
+/// GELU: 1e-4 with degree 3 and 6e-7 with degree 5. With degree 8 it is 1.2e-8, or 5e-8 with
+/// rounding.
 template <int kDegree>
 __device__ __forceinline__ constexpr float tail_logarithm(int i) {
   static_assert(kDegree == 3 || kDegree == 5 || kDegree == 8);
@@ -343,14 +347,14 @@ __device__ __forceinline__ float normal_tail(float z) {
   return fast_exp2(p);
 }
 
-/// z times the integral up to z, which is z - |z| tail, or -|z| tail below zero.
+/// z times the integral up to z: z - |z| tail, or -|z| tail if z is negative.
 template <int kDegree>
 __device__ __forceinline__ float gelu(float z) {
   return fmaf(-fabsf(z), normal_tail<kDegree>(z), fmaxf(z, 0.f));
 }
 
-/// The same where infinite results are seen: infinity stays, minus infinity becomes NaN, as in
-/// torch.
+/// The same when infinite results are visible to the caller: infinity stays, minus infinity becomes
+/// NaN, as in torch.
 template <int kDegree>
 __device__ __forceinline__ float gelu_of_any(float z) {
   const float tail = normal_tail<kDegree>(z);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Matrix products of a warp whose operands lie in shared memory, row by row: activations that
-// several warps share. A result's tile is 16 rows by 8 columns, of which lane 4g + t has a pair of
+// Matrix products of a warp with operands in shared memory, stored row by row: activations that
+// several warps share. A tile of the result is 16 rows by 8 columns. Lane 4g + t has a pair of
 // columns in rows g and g + 8.
 
 #include "cuda/autoencoder/warp_tile.cuh"
@@ -9,7 +9,7 @@
 
 namespace fusewise::cuda::autoencoder {
 
-/// c += a b, 16 by 8, over 8 values of float32 as TF32, or 16 halves.
+/// c += a b, 16 by 8, with a depth of 8 float32 values as TF32, or 16 in half precision.
 __device__ __forceinline__ void multiply_tile(float, float (&c)[4], const unsigned (&a)[4],
                                               unsigned b0, unsigned b1) {
   mma_tf32(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1);
@@ -20,9 +20,10 @@ __device__ __forceinline__ void multiply_tile(T, float (&c)[4], const unsigned (
   mma_halves(T{}, c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1);
 }
 
-/// The first of the two columns that a lane has of a tile. Halves: neighbouring columns make up a
-/// tile. float32: four columns and those 16 further on do; so a warp's stores of pairs, to rows
-/// that lie 16 bytes beyond a multiple of 128 apart, ask for no bank twice.
+/// The first of the two columns that a lane has of a tile. In half precision, a tile is eight
+/// neighbouring columns. In float32, it is four columns and the four that are 16 further on. If the
+/// row stride is 16 bytes more than a multiple of 128, a warp's stores of pairs then have no bank
+/// conflicts.
 template <typename T>
 __device__ __forceinline__ int pair_column(int tile, int lane) {
   const int t = lane % 4;
@@ -33,20 +34,20 @@ __device__ __forceinline__ int pair_column(int tile, int lane) {
   }
 }
 
-/// Four matrices of eight rows of 16 bytes; lane i says where row i % 8 of matrix i / 8 lies.
+/// Four matrices of eight rows of 16 bytes. Lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(shared_address(row)));
 }
-/// The same, each matrix of 8 by 8 halves transposed.
+/// The same, with each matrix of 8 by 8 half-precision values transposed.
 __device__ __forceinline__ void load_transposed(unsigned (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(shared_address(row)));
 }
 
-/// 16 rows by 16 columns as the left operand: two instructions' worth of float32, one of halves.
+/// 16 rows by 16 columns as the left operand: of two MMAs in float32, of one in half precision.
 template <typename T>
 struct Left16 {
   static constexpr int kSteps = sizeof(T) / 2;
@@ -59,8 +60,8 @@ struct Left16 {
       load_matrices(v[i], row + i * (32 / static_cast<int>(sizeof(T))));
     }
   }
-  /// From registers: of rows g and g + 8, lane 4g + t has columns 4t to 4t + 3, and the weights'
-  /// inputs are packed in that order.
+  /// From registers: lane 4g + t has columns 4t to 4t + 3 of rows g and g + 8. The inputs of the
+  /// weights are packed in that order.
   __device__ __forceinline__ explicit Left16(const float (&values)[2][4]) {
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -74,7 +75,7 @@ struct Left16 {
   }
 };
 
-/// c[j] += left times 16 rows and 8 columns of weights, packed for operands in memory. Small
+/// c[j] += left times 16 rows and 8 columns of weights, packed for operands in shared memory. Small
 /// products come first.
 template <typename P, int kTiles, typename Group>
 __device__ __forceinline__ void multiply_16(float (&c)[kTiles][4],
@@ -128,12 +129,12 @@ __device__ __forceinline__ void multiply_16(float (&c)[kTiles][4],
   }
 }
 
-/// Sums of 16 columns over all rows that add_rows() saw.
+/// Sums of 16 columns over all rows that were passed to add_rows().
 template <typename T>
 struct ColumnSums {
   float v[sizeof(T) == 4 ? 2 : 4] = {};
 
-  /// Of column g, and with `upper` g + 8; in every lane that has the same g.
+  /// Total of column g, or of column g + 8 with `upper`. All lanes with the same g get it.
   __device__ __forceinline__ float total(int upper) const {
     if constexpr (sizeof(T) == 4) {
       return row_sum(v[upper]);
@@ -143,14 +144,14 @@ struct ColumnSums {
   }
 };
 
-// As numbers: a conversion would be made at run time.
+// As bit patterns: a conversion would be done at run time.
 __device__ __forceinline__ unsigned pair_of_ones(__half) { return 0x3c003c00u; }
 __device__ __forceinline__ unsigned pair_of_ones(__nv_bfloat16) { return 0x3f803f80u; }
 
-/// c[i][j] += a^T b over 16 rows: 16 * kLefts columns of a by 8 * kTiles of b, and sums[i] += a's
-/// columns where `sums` is given. What the tensor cores add up in float32 accuracy is of these rows
-/// alone, and then added with rounding: they drop what does not fit. TF32 operands are
-/// rounded here.
+/// c[i][j] += a^T b over 16 rows: 16 * kLefts columns of a by 8 * kTiles of b. If `sums` is given,
+/// sums[i] += a's columns. With float32 accuracy, the tensor cores sum over these rows only,
+/// because they truncate. The result is then added in float32 arithmetic, which rounds. TF32
+/// operands are rounded here.
 template <typename P, int kLefts, int kTiles>
 __device__ __forceinline__ void add_rows(float (&c)[kLefts][kTiles][4],
                                          ColumnSums<typename P::Weight>* sums,
@@ -177,8 +178,8 @@ __device__ __forceinline__ void add_rows(float (&c)[kLefts][kTiles][4],
       }
     }
   } else {
-    // Neighbouring rows make up a pair: with strides of 4 beyond a multiple of 32, no bank is asked
-    // for twice.
+    // Neighbouring rows make up a pair. With strides of 4 more than a multiple of 32, there are no
+    // bank conflicts.
     const T* a_row = a + 2 * t * a_stride + g;
     const T* b_row = b + 2 * t * b_stride + g;
 #pragma unroll
@@ -201,7 +202,7 @@ __device__ __forceinline__ void add_rows(float (&c)[kLefts][kTiles][4],
           }
         }
       }
-      // Two tiles at a time: more would not fit in the registers.
+      // Two tiles at a time: more would not fit in registers.
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         float part[2][4] = {};

@@ -1,6 +1,6 @@
-// LayerNorm, Linear and GELU, and the way back through Linear and LayerNorm. A warp has 16 rows of
-// one frame in registers. Each value crosses memory once; the weights, some 10 to 100 KB, are read
-// through L1 by every warp. Bound by memory bandwidth, in float32 by the tensor cores.
+// LayerNorm, Linear and GELU, and the backward pass of Linear and LayerNorm. A warp holds 16 rows
+// of one frame in registers. Each value crosses memory once. The weights, some 10 to 100 KB, are
+// read through L1 by every warp. Bound by memory bandwidth, in float32 by the tensor cores.
 
 #include "common/divide.h"
 #include "cuda/autoencoder/norm_linear.cuh"
@@ -12,10 +12,10 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kBlocks = kMostNormColumns / 16;
-constexpr int kTogether = 2;  // blocks of results made at a time
+constexpr int kTogether = 2;  // blocks of results computed at a time
 
-/// The two rows of a tensor that a lane has a part of, for columns of any number. Where `vectors`,
-/// all groups of four columns are aligned and none is at the edge.
+/// The two rows of a tensor that a lane works on, with any number of columns. `vectors`: every
+/// group of four columns is aligned and none crosses the edge.
 template <typename T>
 struct EdgedRows {
   T* at[2];
@@ -32,7 +32,7 @@ struct EdgedRows {
     for (int r = 0; r < 2; ++r) {
       const long long row = first_row + threadIdx.x % 32 / 4 + 8 * r;
       real[r] = row < rows;
-      // Beyond the last row, that one is read in its place.
+      // A row past the end is replaced by the last row.
       at[r] = base + (real[r] ? row : rows - 1) * stride + static_cast<long long>(frame) * columns;
     }
   }
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-/// body(In, P, Out): all that the general path asks for.
+/// Calls body(In, P, Out) for every combination that the general path uses.
 template <typename Body>
 void dispatch(const NormProducts& products, Body&& body) {
   dispatch_products(products.in, products.tf32, [&]<typename P>(P) {

@@ -1,17 +1,17 @@
 #pragma once
 
-// LayerNorm and the Linear behind it as one kernel, there and back, for any sizes up to
-// kMostNormColumns: what the general path does between its large products.
+// LayerNorm and the following Linear in one kernel, forward and backward, for up to
+// kMostNormColumns columns. The general path uses it between its large GEMMs.
 
 #include "cuda/autoencoder/mma_registers.cuh"
 #include "fusewise/context.h"
 
 namespace fusewise::cuda::autoencoder {
 
-/// Columns of a LayerNorm for which a warp has registers.
+/// Most columns of a LayerNorm for which a warp has enough registers.
 inline constexpr int kMostNormColumns = 128;
 
-/// How the numbers are multiplied: float32 exactly, as TF32, or in half precision.
+/// How to multiply: float32 exactly, as TF32, or in half precision.
 struct NormProducts {
   DType in;
   DType out;
@@ -23,8 +23,9 @@ inline std::int64_t packed_weights(std::int64_t outputs, std::int64_t inputs) {
   return (outputs + 15) / 16 * ((inputs + 15) / 16) * 256;
 }
 
-/// Rows of `frames` stretches each; `in` has `in_stride` elements from row to row, the others are
-/// dense. Types are those of NormProducts, where nothing else is said. Null: not wanted.
+/// Rows of `frames` segments each. `in` has a row stride of `in_stride` elements; the other tensors
+/// are dense. Unless noted otherwise, types are those of NormProducts. Null results are not
+/// computed.
 struct NormLinear {
   std::int64_t rows;
   int frames, inputs, outputs;
@@ -34,14 +35,14 @@ struct NormLinear {
   const void* bias;     ///< [outputs], of `in`'s type
   void* normal;         ///< [rows, frames, inputs], of `in`'s type
   float* inverse;       ///< [rows, frames]: 1 / deviation
-  void* before;         ///< [rows, frames, outputs], of `in`'s type: in front of the GELU
-  void* after;          ///< [rows, frames, outputs], of `out`'s type: behind it
-  float* exact_after;   ///< the same before rounding
-  bool infinite;        ///< whether infinite results are seen, and must be what torch has
+  void* before;         ///< [rows, frames, outputs], of `in`'s type: input of the GELU
+  void* after;          ///< [rows, frames, outputs], of `out`'s type: output of the GELU
+  float* exact_after;   ///< `after` before rounding
+  bool infinite;        ///< infinite results are visible and must match torch's
 };
 void norm_linear(const Context& context, const NormProducts& products, const NormLinear& call);
 
-/// From the gradient of the Linear's result to that of what was normalised.
+/// From the gradient of the Linear's result to that of the LayerNorm's input.
 struct NormLinearBackward {
   std::int64_t rows;
   int frames, inputs, outputs;
@@ -50,7 +51,7 @@ struct NormLinearBackward {
   const void* normal;   ///< [rows, frames, inputs], of `in`'s type
   const float* inverse;
   void* d_in;  ///< [rows, frames, inputs], of `out`'s type
-  bool add;    ///< to what is in d_in
+  bool add;    ///< adds to d_in
 };
 void norm_linear_backward(const Context& context, const NormProducts& products,
                           const NormLinearBackward& call);

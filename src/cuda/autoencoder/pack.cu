@@ -1,6 +1,7 @@
-// The parameters, folded and packed for the fused kernels: normalised basis, LayerNorm's affine
-// part inside Linear, decoder times basis. Reads each parameter a few times, writes some 100 KB.
-// Bound by latency: a block makes one row of a matrix; several share a basis vector.
+// Folds and packs the parameters for the fused kernels: normalises the basis, folds LayerNorm's
+// affine part into the Linear, multiplies decoder by basis. Reads each parameter a few times,
+// writes some 100 KB. Bound by latency: a block computes one row of a matrix, and several blocks
+// share a basis vector.
 
 #include <algorithm>
 
@@ -31,13 +32,13 @@ struct Packing {
   }
 };
 
-/// What a matrix leads from or to, where its order depends on that: a frame's columns, or, from
-/// both sides, the bottleneck.
+/// What a matrix's inputs or outputs are, if its element order depends on that: a frame's columns,
+/// or the bottleneck on both sides.
 enum class Side { other, mel_inputs, mel_outputs, bottleneck };
 
-/// As warpgroups read weights: a line for every output, inputs of up to 128 bytes, xored by eighths
-/// of such a line. Inputs stand as left operands have them in registers; columns of a frame stand
-/// where a lane has those that it loads together.
+/// Weight layout for wgmma: one line of up to 128 bytes of inputs per output, swizzled by eighths
+/// of such a line. Inputs are in the order that left operands have in registers. A frame's columns
+/// are placed so that a lane gets those that it loads together.
 template <typename E>
 __device__ __forceinline__ int group_position(int n, int k, int inputs, Side side) {
   constexpr int kVector = 16 / sizeof(E);
@@ -53,9 +54,9 @@ __device__ __forceinline__ int group_position(int n, int k, int inputs, Side sid
   return ((n / 8 * (inputs / line) + k / line) * 8 + row) * line + chunk * kVector + k % kVector;
 }
 
-/// Where output n, input k of a packed matrix lies. For operands in registers mma_registers.cuh
-/// says why; from memory, tensor cores take columns in their own order, but for the bottleneck,
-/// where mma_shared.cuh has them in registers.
+/// Index of output n, input k in a packed matrix. For operands in registers, mma_registers.cuh
+/// explains the order. For operands in shared memory, columns have the tensor cores' own order,
+/// except for the bottleneck, whose operands mma_shared.cuh has in registers.
 template <typename E>
 __device__ __forceinline__ int position(PackedOrder order, int n, int k, int input_blocks,
                                         Side side) {
@@ -63,7 +64,7 @@ __device__ __forceinline__ int position(PackedOrder order, int n, int k, int inp
   if (order == PackedOrder::registers) return register_position(n, k, input_blocks);
   int tile, g, t = (k & 15) >> 2, i = k & 3;
   if (sizeof(E) == 4) {
-    // Results as mma_shared.cuh has them.
+    // Outputs in the order of mma_shared.cuh's results.
     tile = n >> 5 << 2 | (n >> 2 & 3), g = n >> 2 & 4 | (n & 3);
     if (side != Side::bottleneck) t = k & 3, i = (k & 15) >> 2;
   } else {
@@ -73,19 +74,20 @@ __device__ __forceinline__ int position(PackedOrder order, int n, int k, int inp
   return 4 * ((tile * input_blocks + (k >> 4)) * 32 + 4 * g + t) + i;
 }
 
-/// One row of a Linear behind a LayerNorm: weights times the norm's, bias plus weights times its
-/// bias. Transposed, less their mean: what goes back through a LayerNorm loses its own anyway.
+/// One row of a Linear after a LayerNorm: the weights times the norm's weights, and the bias plus
+/// the weights times the norm's bias. In the transposed matrix, the mean is subtracted from the
+/// weights: LayerNorm's backward pass would remove it anyway.
 template <typename W, typename E, bool kRound>
 __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inputs,
                             const void* weight, const void* bias, const void* norm_weight,
                             const void* norm_bias, int output_blocks, int input_blocks,
                             bool of_frames, int at, int transposed_at, float* packed_bias) {
   const auto folded = [&](int k) {
-    // By itself, so that a row of one column less its mean is 0.
+    // A separate multiplication, not fused: a row of one column minus its mean is then exactly 0.
     return __fmul_rn(p.read(weight, static_cast<long long>(n) * inputs + k),
                      p.read(norm_weight, k));
   };
-  float sums[2] = {};  // for the bias, and of the weights
+  float sums[2] = {};  // for the bias; of the weights
   for (int k = threadIdx.x; k < 16 * input_blocks; k += blockDim.x) {
     float value = 0;
     if (n < outputs && k < inputs) {
@@ -109,7 +111,7 @@ __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inpu
   }
 }
 
-/// A basis vector, normalised, and its products with the decoder's rows.
+/// Normalises a basis vector and multiplies it by the decoder's rows.
 template <typename W, typename E, bool kRound>
 __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) {
   const PackedLayout& y = p.layout;
@@ -118,7 +120,7 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
   const int count = p.frames * padded_mels, step = p.parts * (kThreads / kDotLanes);
   const int mine = part * (kThreads / kDotLanes) + threadIdx.x / kDotLanes;
   if (mine < count && mine % padded_mels < p.n_mels) {
-    // Sent for before the barrier, as the dot product below wants it.
+    // Loaded before the barrier, for the dot product below.
     const W* at = static_cast<const W*>(p.parameters.decoder_weight) +
                   static_cast<long long>(mine % padded_mels) * p.slice_latent;
     for (int s = lane * (32 / sizeof(W)); s < p.slice_latent; s += kDotLanes * (32 / sizeof(W))) {
@@ -129,7 +131,7 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
     row[k] = l < p.latent ? p.read(p.parameters.basis, static_cast<long long>(l) * width + k) : 0.f;
   }
   __syncthreads();
-  // Every warp by itself, which saves a barrier.
+  // Every warp computes this sum itself, which saves a barrier.
   float squares = 0;
 #pragma unroll 4
   for (int k = threadIdx.x % 32; k < width; k += 32) squares += row[k] * row[k];
@@ -206,7 +208,7 @@ void launch(const Context& context, const AutoencoderSizes& sizes,
             const AutoencoderTensors<const void*>& parameters, bool backward, PackedOrder order,
             const PackedLayout& layout, void* packed) {
   E* weights = static_cast<E*>(packed);
-  // So many that a thread has one dot product to do.
+  // Enough blocks that each thread has one dot product.
   const int parts =
       std::min((sizes.frames * 16 * layout.mels * kDotLanes + kThreads - 1) / kThreads, 16);
   const Packing<W, E> p{parameters,

@@ -1,39 +1,40 @@
 #pragma once
 
-// The parameters as the fused kernels want them, made anew by every call: folded, so that less is
-// left to do a row, and in the order in which a warp's lanes read them.
+// The parameters in the form that the fused kernels use, recomputed by every call. They are folded,
+// which leaves less work per row, and stored in the order in which a warp's lanes read them.
 //
 //   encode    W diag(norm_weight), bias + W norm_bias     LayerNorm's affine part goes into Linear
 //   project   B^, the normalised basis, by frames
 //   mid       as encode
 //   decode    G_f = W_dec B^_f^T                          y_f = G_f z + bias: r is never computed
 //
-// and for backward the transposed ones; of encode and mid, behind a LayerNorm, with the mean taken
-// from each output's weights: what comes back then has no mean left to be subtracted, but for what
-// rounding leaves of it.
+// For backward, the transposed matrices are also stored. encode and mid follow a LayerNorm, so
+// their transposes have the mean subtracted from each output's weights. The gradient then has no
+// mean left to subtract, apart from rounding errors.
 
 #include "cuda/autoencoder/arguments.cuh"
 
 namespace fusewise::cuda::autoencoder {
 
-/// Sizes in blocks of 16, and where each packed matrix begins, in groups of four weights.
+/// Sizes in blocks of 16, and the start of each packed matrix, in groups of four weights.
 struct PackedLayout {
   int mels, latents, slices;  ///< blocks of 16
   int frames;
   int encode, mid, encode_transposed, mid_transposed;
-  int resident;  ///< where what all frames share ends
-  /// Of frame 0; the next frame's follows `step` groups behind.
+  int resident;  ///< end of the matrices that all frames share
+  /// For frame 0. Each further frame follows at a distance of `step` groups.
   int project, project_transposed, project_step;
   int decode, decode_transposed, decode_step;
-  int groups;  ///< of four weights, all together
-  /// Behind the weights, floats: biases of the three Linear, 1 / norm of each basis vector.
+  int groups;  ///< of four weights, total
+  /// After the weights, floats: biases of the three Linear layers, 1 / norm of each basis vector.
   int encode_bias, mid_bias, decode_bias, inverse_norm;
   int floats;
-  /// The columns of a frame are so ordered that a lane, which has four of a block of 16, has eight
-  /// neighbouring ones in two blocks: 16 bytes of halves. n_mels is a multiple of 32 then.
+  /// Reorders the columns of a frame. A lane has four columns of a block of 16; in this order it
+  /// has eight neighbouring columns in two blocks, which is 16 bytes in half precision. Requires
+  /// n_mels to be a multiple of 32.
   bool wide;
 
-  /// Where column m of a frame stands in that order.
+  /// Position of a frame's column m in that order.
   constexpr int mel(int m) const {
     return wide ? (m & ~31) | (m >> 2 & 1) << 4 | (m >> 3 & 3) << 2 | (m & 3) : m;
   }
@@ -72,7 +73,7 @@ constexpr PackedLayout packed_layout(const AutoencoderSizes& sizes, bool backwar
   return p;
 }
 
-/// float32 weights as they are, the same rounded to TF32, or halves.
+/// Weights in float32, rounded to TF32, or in half precision.
 enum class PackedKind { f32, tf32, half };
 
 inline PackedKind packed_kind(DType dtype, bool tf32) {
@@ -91,17 +92,18 @@ inline const float* packed_floats(const PackedLayout& layout, const void* packed
                                         packed_weight_bytes(layout, kind));
 }
 
-/// For activations in registers, or in shared memory, where several warps have them, or for
-/// warpgroups, whose sizes are 32 and 64.
+/// For activations in registers; in shared memory, where several warps use them; or for warpgroups,
+/// with sizes 32 and 64.
 enum class PackedOrder { registers, memory, groups };
 
-/// Fills packed_bytes(...) of memory. `dtype` is x's: that of the packed halves.
+/// Fills packed_bytes(...) of memory. `dtype` is x's type, and that of packed half-precision
+/// weights.
 void pack_weights(const Context& context, const AutoencoderSizes& sizes,
                   const AutoencoderTensors<const void*>& parameters, DType parameter_dtype,
                   DType dtype, PackedKind kind, bool backward, const PackedLayout& layout,
                   void* packed, PackedOrder order = PackedOrder::registers);
 
-/// Shared memory of the kernels that work on a whole vector of the basis, at the most.
+/// Upper bound on the shared memory of the kernels that hold a whole basis vector.
 inline std::int64_t basis_shared_bytes(const AutoencoderSizes& sizes) {
   return std::int64_t{8} * sizes.frames * sizes.slice_latent + 8192;
 }

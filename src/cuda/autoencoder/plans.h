@@ -1,7 +1,7 @@
 #pragma once
 
-// How the kernels of forward.cu and backward.cu are laid out, and how much shared memory that
-// takes. Plain C++: tested without a GPU.
+// Launch plans of the kernels in forward.cu and backward.cu, and the shared memory that they take.
+// Plain C++: tested without a GPU.
 
 #include <algorithm>
 
@@ -9,32 +9,32 @@
 
 namespace fusewise::cuda::autoencoder {
 
-/// The sizes for which the fused kernels keep registers: n_mels 64, latent 32, slice_latent 64, in
-/// blocks of 16. The number of frames is any.
+/// The sizes for which the fused kernels have registers: n_mels 64, latent 32, slice_latent 64, in
+/// blocks of 16. Any number of frames is allowed.
 struct DefaultShape {
   static constexpr int kMels = 4, kLatents = 2, kSlices = 4;
 };
 
-// For the registers of a warp.
-inline constexpr int kMostForwardWarps = 12, kMostBackwardWarps = 8;  // of a block
-inline constexpr int kChunk = 2;  // blocks of results that forward makes together
+// Limited by the registers per warp.
+inline constexpr int kMostForwardWarps = 12, kMostBackwardWarps = 8;  // per block
+inline constexpr int kChunk = 2;  // blocks of results that forward computes together
 
 struct BackwardPlan {
-  int warps;   ///< of a block, with 16 rows each
+  int warps;   ///< per block, with 16 rows each
   bool holds;  ///< the encoder's sums stay in shared memory
 };
 
-/// Shared memory through which the warps of forward's block add up what they have of 16 rows.
+/// Shared memory through which the warps of a forward block add their partial sums of 16 rows.
 inline std::int64_t exchange_bytes(int warps) {
   return std::int64_t{1024} * warps * DefaultShape::kLatents;
 }
 
-/// The columns of backward's tile in shared memory: what the sums over rows are made of.
+/// Columns of backward's tile in shared memory: the operands of the sums over rows.
 struct TileLayout {
   int outer;    ///< a frame of the output's gradient, later of the normalised input
   int inner;    ///< z, later the projection's gradient
-  int hidden;   ///< gradient in front of a GELU
-  int slice;    ///< behind the encoder's GELU; the bottleneck's normalised input
+  int hidden;   ///< gradient before a GELU
+  int slice;    ///< output of the encoder's GELU; the bottleneck's normalised input
   int columns;  ///< a multiple of 32
 };
 
@@ -52,17 +52,17 @@ constexpr TileLayout tile_layout(const PackedLayout& p) {
   return tile_layout(p.mels, p.latents, p.slices);
 }
 
-/// Groups of a frame's decoder that backward needs: the score needs both directions.
+/// Groups of a frame's decoder weights that backward needs: the score needs both directions.
 inline int decode_groups(const AutoencoderBackwardArguments& call, const PackedLayout& layout) {
   return call.d_score != nullptr ? layout.decode_step : layout.decode - layout.decode_transposed;
 }
 
-/// Groups of the largest part of the weights that is a frame's own.
+/// Groups in the largest per-frame part of the weights.
 inline int frame_groups(const AutoencoderBackwardArguments& call, const PackedLayout& layout) {
   return std::max(layout.project_step, decode_groups(call, layout));
 }
 
-/// Shared memory for the packed weights: what all frames share, and two frames' own.
+/// Shared memory for the packed weights: those that all frames share, and those of two frames.
 inline std::int64_t staged_bytes(const AutoencoderBackwardArguments& call,
                                  const PackedLayout& layout) {
   const std::int64_t group = call.dtype == DType::f32 ? 16 : 8;
@@ -79,7 +79,7 @@ inline std::int64_t shared_bytes(const AutoencoderBackwardArguments& call,
   return bytes;
 }
 
-/// Of a block of backward_block16.cu, which asserts it.
+/// Shared memory of a block of backward_block16.cu, which asserts it.
 constexpr std::int64_t backward_block16_bytes(DType dtype) {
   return dtype == DType::f32 ? 226944 : 130688;
 }

@@ -1,6 +1,6 @@
-// Which kernel takes which call: both lists in the order in which they are tried, what each kernel
-// needs, and when another one is expected to be faster. All times are of an H200
-// (docs/journal/autoencoder.md); on another GPU it matters how they compare, not how long they are.
+// Chooses a kernel for each call: both lists in the order in which they are tried, the requirements
+// of each kernel, and when another one is expected to be faster. All times are from an H200
+// (docs/journal/autoencoder.md). On another GPU only their ratios matter.
 
 #include "cuda/autoencoder/selection.h"
 
@@ -15,7 +15,7 @@ using Backward = AutoencoderBackwardArguments;
 
 std::string text(std::int64_t value) { return std::to_string(value); }
 
-/// The first reason that is not empty; those behind it are not asked.
+/// The first reason that is not empty. Later ones are not evaluated.
 template <auto... kReasons, typename Call>
 std::string first_of(const DeviceLimits& limits, const Call& call) {
   std::string found;
@@ -23,7 +23,7 @@ std::string first_of(const DeviceLimits& limits, const Call& call) {
   return found;
 }
 
-// ---- what a kernel needs
+// ---- requirements of the kernels
 
 template <typename Call>
 std::string float64_declines(const DeviceLimits&, const Call& call) {
@@ -48,11 +48,11 @@ std::string frames_decline(const DeviceLimits&, const Call& call) {
   if (call.sizes.frames == 5) return {};
   return "it is for 5 frames, not " + text(call.sizes.frames);
 }
-/// A tensor whose rows are read or written in vectors; a null address is aligned.
+/// A tensor whose rows are read or written in vectors. A null address counts as aligned.
 struct AlignedRows {
   const char* name;
   const void* address;
-  std::int64_t bytes;   ///< from row to row
+  std::int64_t bytes;   ///< row stride
   std::int64_t vector;  ///< bytes
 };
 std::string alignment_declines(std::initializer_list<AlignedRows> tensors) {
@@ -76,8 +76,8 @@ std::string weights_decline(const DeviceLimits&, const Forward& call) {
                              {"mid_weight", p.mid_weight, s.latent * bytes, vector},
                              {"decoder_weight", p.decoder_weight, s.slice_latent * bytes, vector}});
 }
-/// Rows of data in vectors of kVector bytes, or of four elements where that is 0; of the projection
-/// always of four floats.
+/// Rows of data are accessed in vectors of kVector bytes, or of four elements if kVector is 0. Rows
+/// of the projection are always accessed in vectors of four floats.
 template <int kVector>
 std::string rows_decline(const DeviceLimits&, const Forward& call) {
   const std::int64_t bytes = size_of(call.dtype), vector = kVector > 0 ? kVector : 4 * bytes;
@@ -105,7 +105,7 @@ std::string memory_declines(const DeviceLimits& limits, std::int64_t bytes) {
   return "it takes " + text(bytes) + " bytes of shared memory, and a block has " +
          text(limits.block_shared_memory);
 }
-/// The packing kernel, and that which finishes the basis's gradient, hold a basis vector.
+/// The packing kernel and the kernel that finishes the basis's gradient hold a whole basis vector.
 template <typename Call>
 std::string basis_declines(const DeviceLimits& limits, const Call& call) {
   return memory_declines(limits, basis_shared_bytes(call.sizes));
@@ -130,7 +130,7 @@ std::string two_gradients_decline(const DeviceLimits&, const Backward& call) {
   if (call.d_out == nullptr || call.d_score == nullptr) return {};
   return "it takes the gradient of the reconstruction or of the score, not of both";
 }
-/// wgmma instructions are of sm_90a alone.
+/// Only sm_90a has wgmma instructions.
 std::string architecture_declines(const DeviceLimits& limits, const Backward&) {
   if (limits.gpu_capability == 90) return {};
   return "it is built for sm_90a, and this GPU is sm_" + text(limits.gpu_capability);
@@ -147,7 +147,7 @@ std::string wgmma_call_declines(const DeviceLimits&, const Backward& call) {
   return {};
 }
 
-// ---- which one is faster
+// ---- which kernel is faster
 
 std::string few_rows_declines(const DeviceLimits& limits, const Forward& call) {
   return first_of<float64_declines<Forward>, sizes_decline<Forward>, frames_decline<Forward>,
@@ -158,17 +158,17 @@ std::string many_rows_declines(const DeviceLimits& limits, const Forward& call) 
                   basis_declines<Forward>, many_rows_memory_declines>(limits, call);
 }
 
-/// From five rows a multiprocessor on, tensor cores are faster.
+/// From five rows per SM on, tensor cores are faster.
 std::string few_rows_yields(const DeviceLimits& limits, const Forward& call) {
   const std::int64_t most = std::int64_t{4} * limits.multiprocessors;
   if (call.sizes.rows <= most) return {};
   return "tensor cores are faster for more than " + text(most) + " rows";
 }
 
-/// Warps with 16 rows each are faster than warps that share them: always in half precision (600
-/// rows of bfloat16: 9.1 against 9.8 us); in TF32 with more than 16 rows a multiprocessor (4096
-/// rows: 13.6 against 15.5, but 2112 rows: 13.2 against 11.3); in float32 with more than two such
-/// blocks (4096 rows: 21.2 against 20.3).
+/// One warp per 16 rows, against several warps that share 16 rows. The former is faster in half
+/// precision always (600 rows of bfloat16: 9.1 against 9.8 us); in TF32 with more than 16 rows per
+/// SM (4096 rows: 13.6 against 15.5, but 2112 rows: 13.2 against 11.3); in float32 with more than
+/// 32 rows per SM (4096 rows, which is fewer: 21.2 against 20.3).
 std::string many_rows_yields(const DeviceLimits& limits, const Forward& call) {
   const int each = call.dtype != DType::f32 ? 0 : call.tf32 ? 16 : 32;
   const std::int64_t most = std::int64_t{each} * limits.multiprocessors;
@@ -182,9 +182,9 @@ std::string block16_declines(const DeviceLimits& limits, const Backward& call) {
       limits, call);
 }
 
-/// Both kernels take as long as the multiprocessor with most tiles of rows, of 128 and of 16; a
-/// large tile takes as long as some four small ones, or, as it goes through the score, somewhat
-/// more, and wgmma begins and ends later. From the times of 4096 to 65536 rows, in TF32 and
+/// Both kernels take as long as the SM with the most tiles. Tiles have 128 rows here and 16 in the
+/// other kernel. A large tile takes about as long as four small ones, somewhat more for the score,
+/// and wgmma has a longer start and end. Fitted to the times of 4096 to 65536 rows, in TF32 and
 /// bfloat16.
 std::string wgmma_yields(const DeviceLimits& limits, const Backward& call) {
   const auto turns = [&](int tile) {
@@ -246,11 +246,11 @@ const Kernel<Backward>& choose(const DeviceLimits& limits, const Backward& call)
   return first_taker(kBackwardKernels, limits, call);
 }
 
-// ---- how a kernel is laid out
+// ---- launch plans
 
 int block16_warps(const DeviceLimits& limits, const AutoencoderSizes& sizes) {
-  // While there are multiprocessors to spare, all pieces of a block's work go to warps of their
-  // own; on Hopper two smaller blocks have room on one of them.
+  // While there are SMs to spare, every piece of a block's work gets its own warp. On Hopper, two
+  // smaller blocks fit on one SM.
   const int pieces = sizes.frames * DefaultShape::kSlices / kChunk;
   const bool spare = divide_up(sizes.rows, 16) <= limits.multiprocessors;
   return std::clamp(spare ? pieces : (pieces + 1) / 2, 1, kMostForwardWarps);
@@ -260,14 +260,14 @@ BackwardPlan backward_plan(const DeviceLimits& limits, const Backward& call) {
   const auto fits = [&](const BackwardPlan& plan) {
     return shared_bytes(call, plan) <= limits.block_shared_memory;
   };
-  // Few rows: four warps, which share the sums, on as many multiprocessors as there are.
+  // For few rows: four warps, which share the sums, on as many SMs as possible.
   const std::int64_t tiles = divide_up(call.sizes.rows, 16);
   BackwardPlan plan{};
   plan.warps = static_cast<int>(std::clamp<std::int64_t>(
       divide_up(tiles, 4 * limits.multiprocessors) * 4, 4, kMostBackwardWarps));
-  // The encoder's sums, to which every frame adds, are held in shared memory, unless the score's
-  // weights lie there: shared memory is taken from L1, where loads wait (65536 rows in float32: 496
-  // us against 478).
+  // The encoder's sums, to which every frame adds, are held in shared memory, except for the score,
+  // whose weights are there too. More shared memory leaves less L1 for the loads (65536 rows in
+  // float32: 496 us with the sums held, 478 without).
   plan.holds = call.d_score == nullptr && fits({4, true});
   while (plan.warps > 1 && !fits(plan)) plan.warps /= 2;
   return plan;

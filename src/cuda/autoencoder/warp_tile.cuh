@@ -21,8 +21,7 @@ struct PackedGroup<__nv_bfloat16> {
   using type = uint2;
 };
 
-/// The packed weights, in shared memory or read through L1, where all warps of a multiprocessor
-/// find them.
+/// The packed weights, in shared memory, or read through L1, which all warps of an SM share.
 template <typename P, bool kStaged>
 struct Weights {
   using Group = typename PackedGroup<typename P::Weight>::type;
@@ -36,7 +35,7 @@ struct Weights {
       return __ldg(groups + group);
     }
   }
-  /// For the four columns of this lane in a block.
+  /// The bias for this lane's four columns in a block.
   __device__ __forceinline__ float4 bias(int begin, int block) const {
     const float* at = floats + begin + 16 * block + 4 * (threadIdx.x % 4);
     if constexpr (kStaged) {
@@ -48,8 +47,8 @@ struct Weights {
 };
 
 /// results[j] += one input block times the packed matrix at `matrix`: output blocks first_output +
-/// j, input block `input`. So many blocks of results at a time as kAtOnce says: more hide more of
-/// the wait for each term, and need more registers.
+/// j, input block `input`. kAtOnce blocks of results are computed at a time. More of them hide more
+/// of the MMA latency but need more registers.
 template <typename P, int kAtOnce, int kResults, typename Source>
 __device__ __forceinline__ void multiply_block(Block (&results)[kResults], int result_count,
                                                const typename P::Left& left, const Source& weights,
@@ -93,7 +92,7 @@ __device__ __forceinline__ void multiply_block(Block (&results)[kResults], int r
   }
 }
 
-/// The same for several input blocks, first_input and on.
+/// The same for several input blocks, starting at first_input.
 template <typename P, int kAtOnce, int kResults, int kInputs, typename Source>
 __device__ __forceinline__ void multiply_blocks(Block (&results)[kResults],
                                                 const Block (&inputs)[kInputs],
@@ -106,12 +105,13 @@ __device__ __forceinline__ void multiply_blocks(Block (&results)[kResults],
   }
 }
 
-/// Of the block, the same in all lanes for the compiler, too.
+/// Index of the warp in its block. The shuffle tells the compiler that all lanes have the same
+/// value.
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
-/// LayerNorm of both rows of the blocks, of which `columns` are real; real(b, i) says which.
+/// LayerNorm of both rows of the blocks. `columns` of them are real, and real(b, i) says which.
 template <int kBlocks, typename Real>
 __device__ __forceinline__ void normalise(Block (&blocks)[kBlocks], int count, int columns,
                                           Real real, float (&inverse_deviation)[2]) {
@@ -150,8 +150,7 @@ __device__ __forceinline__ void expand(Block (&blocks)[kBlocks], const Four<T> (
   }
 }
 
-/// The two rows of a tensor that a lane has a part of. Beyond the last row, that one is read in its
-/// place.
+/// The two rows of a tensor that a lane works on. A row past the end is replaced by the last row.
 template <typename T>
 struct RowPair {
   T* at[2];
@@ -170,7 +169,7 @@ struct RowPair {
 
   using Raw = Four<std::remove_const_t<T>>;
 
-  /// Columns of the frame at `offset`, as they lie in memory, blocks `first` and on.
+  /// Loads columns of the frame at `offset` in memory format, starting at block `first`.
   template <int kBlocks>
   __device__ __forceinline__ void fetch(Raw (&raw)[kBlocks][2], int first, long long offset) const {
     const int t = threadIdx.x % 4;
@@ -187,7 +186,7 @@ struct RowPair {
     fetch(raw, first, offset);
     expand(blocks, raw);
   }
-  /// Zeros beyond the last row.
+  /// Sets rows past the end to zero.
   template <int kBlocks>
   __device__ __forceinline__ void clear_missing(Block (&blocks)[kBlocks]) const {
 #pragma unroll
@@ -199,8 +198,8 @@ struct RowPair {
       }
     }
   }
-  /// kAll: beyond the last row, the values are those of the last row, too, and go there once more,
-  /// which spares a branch.
+  /// kAll: rows past the end hold the last row's values, so the last row is written again. This
+  /// saves a branch.
   template <bool kAll, int kBlocks>
   __device__ __forceinline__ void store(const Block (&blocks)[kBlocks], int first,
                                         long long offset) const {
@@ -217,7 +216,7 @@ struct RowPair {
   }
 };
 
-/// body(P): how the products are done.
+/// Calls body(P) with the way to multiply.
 template <typename Body>
 void dispatch_products(DType dtype, bool tf32, Body&& body) {
   switch (dtype) {
