@@ -34,7 +34,8 @@ std::string written(const Algorithm& algorithm) {
   return text;
 }
 
-/// Nothing where the text does not describe an algorithm. Which sizes can take it is asked later.
+/// Returns nothing if the text does not describe an algorithm. Whether the algorithm supports a
+/// given size is checked later.
 std::optional<Algorithm> restored(const std::string& text) {
   Algorithm algorithm{};
   algorithm.right = text.starts_with("1 ");
@@ -48,8 +49,8 @@ std::optional<Algorithm> restored(const std::string& text) {
   return algorithm;
 }
 
-/// cuBLASLt's suggestions for the product and, where it has an epilogue, for the bare product: the
-/// two lists differ, and either may have the fastest.
+/// cuBLASLt's suggestions for the product and, if it has an epilogue, also for the product without
+/// it. The two lists differ, and either may contain the fastest algorithm.
 std::vector<Algorithm> candidates(const Context& context, const Product& p,
                                   Description& description) {
   std::vector<Algorithm> list = suggested(context, p), more;
@@ -75,7 +76,7 @@ Algorithm first_suggestion(const Context& context, const Product& p) {
   return list.front();
 }
 
-/// The fastest of those that run and, where there are such, are right.
+/// The fastest algorithm that runs. Algorithms that are right are preferred, if there are any.
 Algorithm measured(const Context& context, const Product& p, Description& description) {
   std::vector<Algorithm> algorithms = candidates(context, p, description);
   if (needs_probe(p)) {
@@ -120,7 +121,7 @@ class Choices {
       if (const Algorithm* found = exact_.find(key)) return *found;
     }
     Algorithm algorithm = of_bucket(context, p, description);
-    if (!takes(context, description, algorithm)) {  // the bucket's other sizes can take it
+    if (!takes(context, description, algorithm)) {  // other sizes of the bucket support it
       algorithm = first_suggestion(context, p);
       algorithm.right = is_known_to_be_right(context, p, description, algorithm);
     }
@@ -158,12 +159,12 @@ class Choices {
                        const std::string& text) {
     Algorithm first = first_suggestion(context, p.math.tune ? representative_of(p) : p);
     first.right = is_known_to_be_right(context, p, description, first);
-    // A later call might be allowed to measure: results must not change within a process.
+    // Remember it even if a later call may measure: results must not change within a process.
     if (p.math.tune) keep_choice(context, text, written(first), Lifetime::process);
     return first;
   }
 
-  /// Asked once for each algorithm, not for every size: the answer takes a synchronisation.
+  /// Tested once per algorithm, not for every size: the test synchronises.
   bool is_known_to_be_right(const Context& context, const Product& p, Description& description,
                             Algorithm algorithm) {
     if (!needs_probe(p)) return true;
@@ -180,7 +181,7 @@ class Choices {
       const bool right = is_right(context, p, description, algorithm);
       const std::lock_guard lock(mutex_);
       return probed_.add(probe, right);
-    } catch (const OutOfMemory&) {  // the call itself may fit
+    } catch (const OutOfMemory&) {  // the call itself may still fit
       return false;
     }
   }
@@ -197,7 +198,7 @@ class Choices {
     return buckets_.add(bucket, algorithm);
   }
 
-  /// An algorithm's words, and the product's flags.
+  /// The 64-bit words of an algorithm, and the product's flags.
   using Probe = std::array<std::int64_t, std::size(cublasLtMatmulAlgo_t{}.data) + 1>;
 
   std::mutex mutex_;

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t kLooked = 16;
 
-/// The first and the last few elements of d, as bits.
+/// Reads back the first and the last few elements of d, as bits.
 std::vector<std::uint64_t> look_at(const Context& context, const Product& p) {
   const std::int64_t size = size_of(p.dtype), count = std::min(kLooked, p.columns);
   const auto* d = static_cast<const char*>(p.d.data);
@@ -50,7 +50,7 @@ bool is_nan(DType dtype, std::uint64_t bits) {
   }
 }
 
-/// With a product of which every element is NaN before the epilogue.
+/// Runs a GEMM in which every element is NaN before the epilogue.
 bool keeps_nan(const Context& context, const Product& p, Description& description,
                const Algorithm& algorithm) {
   const Scratch<char> workspace(context, static_cast<std::int64_t>(algorithm.workspace));
@@ -61,21 +61,22 @@ bool keeps_nan(const Context& context, const Product& p, Description& descriptio
                      [&](std::uint64_t bits) { return is_nan(p.dtype, bits); });
 }
 
-/// A factor of the trial below: a half whose two bytes are alike, so that memory can be set to it.
+/// A factor for the test below: a half-precision number with two equal bytes, so that memset can
+/// write it.
 struct Factor {
   unsigned char byte;
-  std::uint16_t negative_square;  ///< -factor^2, rounded to half
+  std::uint16_t negative_square;  ///< -factor^2, rounded to half precision
 };
 
-/// The square is above its rounded value, so that relu lets the difference through.
+/// The square is larger than its rounded value, so relu does not clip the difference.
 Factor factor_for(DType dtype) {
   // 0x3d3d is 1.3095703125, its square 1756.13 * 2^-10; 0x3c3c is 0.011474609375, 138.06 * 2^-20.
   if (dtype == DType::f16) return {0x3d, 0xc000 - (2048 - 1756)};
   return {0x3c, 0x8000 | (127 - 13) << 7 | (138 - 128)};
 }
 
-/// With one term for each sum, and a bias that is the rounded term with the opposite sign: the
-/// result is what rounding takes off, or 0 where the term was rounded before the bias was added.
+/// Runs a GEMM whose sums have one term each, with a bias that is minus the rounded term. The
+/// result is the rounding error, or 0 if the term was rounded before the bias was added.
 bool rounds_once(const Context& context, const Product& p, const Algorithm& algorithm) {
   constexpr std::int64_t kHalf = 2;
   const auto stream = static_cast<cudaStream_t>(context.stream);

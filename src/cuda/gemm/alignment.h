@@ -4,14 +4,14 @@
 
 namespace fusewise::cuda {
 
-/// What vector loads and bulk copies need of addresses and strides.
+/// Alignment of addresses and strides that vector loads and bulk copies need.
 inline constexpr std::int64_t kVectorBytes = 16;
 
 inline bool is_aligned(const void* address) {
   return reinterpret_cast<std::uintptr_t>(address) % kVectorBytes == 0;
 }
 
-/// What a kernel may rely on: 256 or 16 bytes, or the exact power of two below that.
+/// The alignment that a kernel may rely on: 256 or 16 bytes, or the exact power of two below that.
 inline std::uint32_t alignment_of(const void* address) {
   const auto bits = reinterpret_cast<std::uintptr_t>(address);
   if (bits % 256 == 0) return 256;

@@ -1,4 +1,4 @@
-// Copies matrices of half precision between rows of any stride, and fills up with zeros.
+// Copies half-precision matrices between rows of any stride, and pads with zeros.
 // Memory: each element is read once and written once. Bound by memory bandwidth.
 
 #include <algorithm>
@@ -14,8 +14,8 @@ constexpr int kThreads = 256;
 constexpr int kColumnsOfAThread = 4, kRowsOfAThread = 2;  // all in flight at once
 constexpr int kMostShift = 8;
 
-/// A copy and the part of the grid that does it. A block has `kThreads >> shift` rows of
-/// `1 << shift` threads, side by side so that a warp touches adjacent elements.
+/// A copy and the part of the grid that performs it. A block has `kThreads >> shift` rows of `1 <<
+/// shift` threads. Threads of a row are neighbours, so that a warp accesses contiguous elements.
 struct Part {
   Copy copy;
   int shift;

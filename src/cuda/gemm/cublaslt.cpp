@@ -25,7 +25,7 @@ void check_blas(cublasStatus_t status, const char* doing) {
   throw Error(message);
 }
 
-/// One for each GPU, for the life of the process; safe to use from several threads.
+/// One per GPU, for the life of the process. Safe to use from several threads.
 cublasLtHandle_t handle_of(Device device) {
   static std::array<std::once_flag, kMaxDevices> once;
   static std::array<cublasLtHandle_t, kMaxDevices> handles{};
@@ -92,7 +92,8 @@ std::uint32_t setting(const cublasLtMatmulAlgo_t& algorithm,
   return value;
 }
 
-/// How many terms of a sum a kernel takes in one step; 0 of the older kernels, which do not tell.
+/// Number of terms that a kernel sums in one step (its tile depth in k). 0 for older kernels, which
+/// do not report it.
 std::int64_t step_of(const cublasLtMatmulAlgo_t& algorithm) {
   switch (setting(algorithm, CUBLASLT_ALGO_CONFIG_STAGES_ID)) {
     case CUBLASLT_MATMUL_STAGES_8xAUTO:
@@ -114,7 +115,7 @@ std::int64_t step_of(const cublasLtMatmulAlgo_t& algorithm) {
   }
 }
 
-/// Sets the workspace.
+/// Whether cuBLASLt accepts the algorithm. Sets its workspace.
 bool fits(const Context& context, Description& description, Algorithm& algorithm) {
   cublasLtMatmulHeuristicResult_t result{};
   const cublasStatus_t status = cublasLtMatmulAlgoCheck(
@@ -124,11 +125,12 @@ bool fits(const Context& context, Description& description, Algorithm& algorithm
   return status == CUBLAS_STATUS_SUCCESS && algorithm.workspace <= kMostWorkspace;
 }
 
-/// Makes an algorithm add up every term; false where that cannot be.
+/// Makes an algorithm sum every term. Returns false if that is impossible.
 ///
-/// Kernels of cuBLAS 12 and 13 that cut a sum into parts share out its whole steps. Where these go
-/// into the parts evenly, nobody takes the rest: of 20495 terms, 320 steps of 64 in 16 parts, the
-/// last 15 are lost. With another number of parts the last one takes the rest, too.
+/// Split-K kernels of cuBLAS 12 and 13 distribute the whole steps of a sum over the parts. If the
+/// number of steps is divisible by the number of parts, no part takes the remainder. With 20495
+/// terms, 320 steps of 64 in 16 parts, the last 15 terms are lost. With another number of parts,
+/// the last part also takes the remainder.
 bool add_every_term(const Context& context, Description& description, Algorithm& algorithm) {
   const auto parts =
       static_cast<std::int32_t>(setting(algorithm.algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM));
@@ -185,7 +187,7 @@ std::vector<Algorithm> suggested(const Context& context, const Product& p) {
   }
   cublasLtMatmulHeuristicResult_t found[kMostCandidates];
   int count = 0;
-  // A failure is an empty list.
+  // On failure the list stays empty.
   static_cast<void>(cublasLtMatmulAlgoGetHeuristic(
       handle_of(context.device), &description.operation, &description.a, &description.b,
       &description.d, &description.d, &preference, kMostCandidates, found, &count));

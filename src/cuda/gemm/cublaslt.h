@@ -1,8 +1,8 @@
 #pragma once
 
-// cuBLASLt's own interface, as far as it is used: describe a product, ask for algorithms, run one.
-// cuBLASLt is column-major: a row-major matrix is its transpose to it, so that d = a b is computed
-// as d^T = b^T a^T, and nothing is copied.
+// The part of cuBLASLt's interface that we use: describe a product, ask for algorithms, run one.
+// cuBLASLt is column-major, so it sees a row-major matrix as its transpose. Therefore d = a b is
+// computed as d^T = b^T a^T, without any copy.
 
 #include <cublasLt.h>
 
@@ -12,8 +12,8 @@
 
 namespace fusewise::cuda {
 
-/// A product in cuBLASLt's terms, on the stack: nothing is allocated. Never const, as cuBLASLt's
-/// functions do not promise to leave it alone.
+/// A product in cuBLASLt's terms. It is on the stack and allocates nothing. Never const, because
+/// cuBLASLt's functions do not promise to leave it unchanged.
 class Description {
  public:
   explicit Description(const Product& product);
@@ -30,12 +30,12 @@ struct Algorithm {
   bool right = true;
 };
 
-/// What cuBLASLt suggests for a product, best guess first, where it adds up every term; may be
-/// empty.
+/// cuBLASLt's suggestions for a product, best guess first. Algorithms that would lose terms of a
+/// sum are left out. May be empty.
 std::vector<Algorithm> suggested(const Context& context, const Product& product);
 
-/// Whether a product can take an algorithm. Sets the workspace that it needs then, and changes the
-/// number of parts that it cuts the sum into where terms would be lost otherwise.
+/// Whether a product can use an algorithm. If so, sets the workspace that it needs. Changes the
+/// number of split-K parts if terms would be lost otherwise.
 bool takes(const Context& context, Description& description, Algorithm& algorithm);
 
 /// d = epilogue(factor * a b + bias).

@@ -1,8 +1,8 @@
 #pragma once
 
-// Half-precision GEMMs of sizes or addresses that are not multiples of 16 bytes. cuBLASLt's kernels
-// for them reach a fifth to a half of the speed of the others, and some add a bias only after the
-// sum was rounded to half. On padded copies they are like any other.
+// Half-precision GEMMs whose sizes or addresses are not multiples of 16 bytes. cuBLASLt's kernels
+// for them reach a fifth to a half of the speed of aligned ones, and some add the bias only after
+// rounding the sum to half precision. On padded copies, the aligned kernels can be used.
 
 #include <array>
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace fusewise::cuda {
 
-/// One matrix in memory, copied element by element into another; what is larger there becomes 0.
+/// Copies a matrix element by element into another. Elements that only the larger target has become
+/// 0.
 struct Copy {
   const void* from = nullptr;
   std::int64_t from_stride = 0, rows = 0, columns = 0;
@@ -22,29 +23,29 @@ struct Copy {
 
 inline constexpr int kMostCopies = 3;
 
-/// A product with copies around it: `inputs`, then `product`, then `result`. Copies without rows
+/// A product with copies around it: `inputs`, then `product`, then `result`. Copies with no rows
 /// are not needed.
 struct CopiedProduct {
   Product product{};
   std::array<Copy, kMostCopies> inputs{};
   Copy result{};
-  std::int64_t bytes = 0;  ///< of scratch
+  std::int64_t bytes = 0;  ///< of scratch memory
 
-  /// Where the scratch lies, aligned to 256 bytes. Called once.
+  /// Sets the scratch memory, which must be aligned to 256 bytes. Called once.
   void place(void* scratch);
 };
 
-/// The product on padded copies of a, b, bias and d. Nothing where it is aligned or not of half
-/// precision.
+/// The product on padded copies of a, b, bias and d. Returns nothing if it is aligned already or
+/// not of half precision.
 std::optional<CopiedProduct> padded(const Product& product);
 
-/// The product where it is; of half precision with an aligned copy of its bias.
+/// The product without padding. In half precision, the bias is an aligned copy.
 CopiedProduct as_is(const Product& product);
 
-/// Whether `padded` is expected to be faster than `as_is`, where that was not measured.
+/// Whether `padded` is expected to be faster than `as_is`, if that was not measured.
 bool padding_should_pay(const Product& product, const CopiedProduct& padded);
 
-/// Runs up to kMostCopies copies in one launch; those without rows are skipped.
+/// Runs up to kMostCopies copies in one launch. Copies with no rows are skipped.
 void run_copies(const Context& context, const Copy* copies, int count);
 
 }  // namespace fusewise::cuda

@@ -20,7 +20,7 @@ namespace fusewise::cuda {
 
 namespace {
 
-/// One way to compute a product: the copies around it, and its algorithm.
+/// One way to compute a product: the copies around it and its algorithm.
 class Way {
  public:
   Way(const Context& context, const CopiedProduct& copied)
@@ -47,8 +47,8 @@ class Way {
   Algorithm algorithm_{};
 };
 
-/// For the first call with a product bucket: measured where that is allowed. With a bias it is
-/// always padded unless an algorithm for it as it is is known to be right.
+/// Decides for the first call of a product bucket, by measuring if that is allowed. With a bias,
+/// the product is always padded, unless an algorithm for the unpadded product is known to be right.
 bool padding_pays(const Context& context, const Product& p, const ProductBucket& bucket,
                   const CopiedProduct& copies) {
   const Measuring alone(context.device);
@@ -57,7 +57,7 @@ bool padding_pays(const Context& context, const Product& p, const ProductBucket&
   if (p.math.tune) {
     if (const auto kept = kept_choice(context, key)) return kept == "1";
   }
-  // Of a size that stands for the bucket, so that the order of sizes does not matter.
+  // Use a size that represents the bucket, so that the order of sizes does not matter.
   const Product typical = p.math.tune ? representative_of(p) : p;
   const bool expected = padding_should_pay(typical, padded(typical).value_or(copies));
   bool pays = p.bias != nullptr || expected;
@@ -91,7 +91,7 @@ CopiedProduct best_copies(const Context& context, const Product& p) {
   const bool* found = known.find(key);
   bool pays = found != nullptr && *found;
   if (found == nullptr) {
-    lock.unlock();  // measuring takes long, and calls this again
+    lock.unlock();  // measuring takes long and calls this function again
     pays = padding_pays(context, p, key.second, *copied);
     lock.lock();
     pays = known.add(key, pays);
@@ -112,7 +112,7 @@ struct PreparedProduct::State {
           "a product with a wide result has no epilogue and no tuning");
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const std::int64_t size = size_of(p.wide_result ? DType::f32 : p.dtype);
-    if (p.inner == 0) {  // an empty sum: a product of zeros
+    if (p.inner == 0) {  // an empty sum is zero
       const std::int64_t bytes = std::max(p.rows, p.columns) * size;
       zeros.emplace(context, bytes);
       check_cuda(cudaMemsetAsync(zeros->data(), 0, bytes, stream), "clearing zeros");
@@ -140,11 +140,11 @@ struct PreparedProduct::State {
       way.emplace(context, best);
     } catch (const OutOfMemory&) {
       if (best.bytes == 0) throw;
-      way.emplace(context, as_is(p));  // without the copies it may fit
+      way.emplace(context, as_is(p));  // it may fit without the copies
       if (p.bias != nullptr && !way->is_right()) throw;
     }
     if (p.bias == nullptr || way->is_right()) return;
-    // This size cannot take the algorithm of its bucket, and another was not tried out.
+    // This size cannot use its bucket's algorithm, and no other one was tested.
     if (const auto copies = padded(p)) way.emplace(context, *copies);
   }
 };

@@ -12,11 +12,12 @@ namespace fusewise::cuda {
 
 enum class Epilogue { none, relu, gelu_tanh };
 
-/// Which size of a GEMM is the batch: the one that may differ from call to call.
+/// Which dimension of a GEMM is the batch, and so may differ from call to call.
 enum class BatchSize { rows, columns, inner };
 
-/// d = epilogue(a b + bias), all row-major and, unless d is wide, of one type; sums in float32,
-/// float64 for float64. The bias is added to the sum before it is rounded to d's type.
+/// d = epilogue(a b + bias). All matrices are row-major and of one type, unless wide_result is set.
+/// Accumulation is in float32, or float64 for float64. The bias is added before rounding to d's
+/// type.
 struct Product {
   std::int64_t rows, columns, inner;
   Matrix a;  ///< [rows, inner]
@@ -27,13 +28,13 @@ struct Product {
   Epilogue epilogue = Epilogue::none;
   ProductMath math{};
   BatchSize batch = BatchSize::rows;
-  bool add = false;  ///< to what d has; without bias, epilogue and tuning, which overwrites d
-  bool wide_result = false;  ///< d, and its bias, float32 beside half factors; without tuning
+  bool add = false;          ///< adds to d; not with bias, epilogue or tuning (which overwrites d)
+  bool wide_result = false;  ///< d and bias are float32 for half-precision factors; no tuning
 };
 
 void multiply(const Context& context, const Product& product);
 
-/// The same in two steps, the second of which only launches.
+/// The same in two steps: the constructor prepares, and run() only launches.
 class PreparedProduct {
  public:
   PreparedProduct(const Context& context, const Product& product);
@@ -44,14 +45,14 @@ class PreparedProduct {
   void run(const Context& context) const;
 
   /// Whether bias and epilogue are known to be computed as specified: NaN for NaN, and rounded
-  /// once. cuBLASLt's algorithms differ in that. It is tried out at the first call with a product
-  /// bucket, on d, which is overwritten; false where it cannot be tried because a graph is being
+  /// once. cuBLASLt's algorithms differ in this. The first call of a product bucket tests it, and
+  /// the test overwrites d. Returns false if the test is impossible because a graph is being
   /// captured.
   bool is_right() const;
 
  private:
   struct State;
-  std::unique_ptr<State> state_;  // none where there is nothing to do
+  std::unique_ptr<State> state_;  // null if there is nothing to do
 };
 
 }  // namespace fusewise::cuda

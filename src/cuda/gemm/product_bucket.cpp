@@ -9,7 +9,7 @@
 namespace fusewise::cuda {
 namespace {
 
-/// Everything but sizes, strides and addresses.
+/// Everything except sizes, strides and addresses.
 std::int64_t flags_of(const Product& p) {
   return static_cast<std::int64_t>(p.dtype) | p.a.transposed << 4 | p.b.transposed << 5 |
          p.d.transposed << 6 | std::int64_t{p.bias != nullptr} << 7 |
@@ -19,8 +19,8 @@ std::int64_t flags_of(const Product& p) {
          std::int64_t{p.add} << 20;
 }
 
-/// Classes rather than bytes: an algorithm needs 16 bytes or nothing, and slices of one tensor
-/// should not each be a kind of their own.
+/// Alignment classes instead of byte counts. An algorithm needs 16-byte alignment or none, and
+/// slices of one tensor should not each become a separate kind.
 std::int64_t alignments_of(const Product& p) {
   const auto address = [](const void* data) { return std::countr_zero(alignment_of(data)); };
   const auto stride = [&](const Matrix& matrix) {
@@ -35,8 +35,8 @@ std::int64_t alignments_of(const Product& p) {
   return all;
 }
 
-/// Octaves that share a representative: every other one would load kernels of its own, which takes
-/// milliseconds.
+/// Octaves that share a representative. Otherwise each octave would load its own kernels, which
+/// takes milliseconds.
 constexpr int kOctavesTogether = 3;
 
 std::int64_t& batch_of(Product& p) {
@@ -78,7 +78,7 @@ Product representative_of(const Product& product) {
   Product p = product;
   const int octave = octave_of(batch_of(p)) / kOctavesTogether * kOctavesTogether + 1;
   batch_of(p) = std::int64_t{3} << (octave - 1);
-  // A stride must span its row, also where that is the batch.
+  // A stride must be at least as long as its row, even if the row is the batch dimension.
   const auto fit = [](Matrix& matrix, std::int64_t rows, std::int64_t columns) {
     constexpr std::int64_t kStep = 16;  // keeps the class of an aligned stride
     const std::int64_t row = matrix.transposed ? rows : columns;

@@ -1,8 +1,8 @@
 #pragma once
 
-// Which GEMMs share one choice of algorithm: those that differ only in a batch size of the same
-// octave. Batches and sequence lengths change from call to call; measuring each size would stall
-// every call.
+// Which GEMMs share one choice of algorithm: those that differ only in the batch size, within one
+// octave. Batch sizes and sequence lengths change from call to call, and measuring every size would
+// stall every call.
 
 #include <array>
 #include <string>
@@ -17,8 +17,8 @@ using ProductKind = std::array<std::int64_t, 5>;
 
 struct ProductBucket {
   ProductKind kind;
-  /// Batch sizes from 2^octave up to 2^(octave + 1). Without tuning it is 0 and the kind holds the
-  /// exact size.
+  /// Batch sizes from 2^octave up to 2^(octave + 1). Without tuning the octave is 0 and the kind
+  /// contains the exact size.
   int octave;
   friend bool operator==(const ProductBucket&, const ProductBucket&) = default;
 };
@@ -26,8 +26,8 @@ struct ProductBucket {
 ProductBucket bucket_of(const Product& product);
 std::string text_of(const ProductBucket& bucket);
 
-/// A product whose batch size stands for all of this and some neighbouring octaves. Two processes
-/// that meet sizes in different order ask cuBLASLt about the same one.
+/// The product with a batch size that represents this octave and some neighbouring ones. Two
+/// processes that see sizes in a different order then ask cuBLASLt about the same product.
 Product representative_of(const Product& product);
 
 /// Sizes, strides, kind and alignments: everything that cuBLASLt sees.

@@ -20,17 +20,17 @@ namespace fusewise::cuda {
 namespace {
 
 constexpr int kRounds = 7, kFinalRounds = 20;
-constexpr float kRoundsMs = 200;  // of each of the two phases at most, but one round always
+constexpr float kRoundsMs = 200;  // at most for each of the two phases, but at least one round
 constexpr std::size_t kFinalists = 3;
-constexpr float kNoise = 0.99f;  // another than the first must be faster by more than that
-constexpr float kHopeless = 3;   // a way that is so much slower than the best is not timed again
+constexpr float kNoise = 0.99f;  // others need less than this fraction of the time of the first
+constexpr float kHopeless = 3;   // a candidate this much slower than the best is not timed again
 
-// Where the batch size changes with every call, no more than these are measured.
+// Limits on how many buckets are measured, for programs whose batch size changes with every call.
 constexpr int kBucketsOfAKind = 5;
 constexpr int kBucketsInAll = 1024;
-constexpr std::size_t kKinds = 1024;  // that are remembered
+constexpr std::size_t kKinds = 1024;  // number of kinds remembered
 
-/// Choices of this process and, behind them, the file of the user's cache folder.
+/// The choices of this process, backed by the tuning cache file in the user's cache folder.
 class KeptChoices {
  public:
   std::optional<std::string> find(const Context& context, const std::string& key) {
@@ -63,7 +63,7 @@ class KeptChoices {
   }
 
  private:
-  /// Reads the file, once; returns what is wrong with it.
+  /// Reads the file, once. Returns a description of what is wrong with it.
   std::string load() {
     std::string problem;
     if (loaded_) return problem;
@@ -84,7 +84,7 @@ KeptChoices& kept_choices() {
   return instance;
 }
 
-/// "0.1.0|NVIDIA H200|132|130100|": what a choice is good for.
+/// "0.1.0|NVIDIA H200|132|130100|": a choice is only valid for this machine and these versions.
 const std::string& machine(int device) {
   static std::array<std::once_flag, kMaxDevices> once;
   static std::array<std::string, kMaxDevices> texts;
@@ -98,8 +98,9 @@ const std::string& machine(int device) {
   return texts[device];
 }
 
-/// The octaves of each kind that may be measured, first come, first served. Those found in the file
-/// count, so that a process with the same file measures what the one that wrote it has measured.
+/// Limits which octaves of each kind are measured, first come, first served. Octaves found in the
+/// file count too. A process with the same file therefore measures the same octaves as the one that
+/// wrote it.
 class Budget {
  public:
   bool admits(const ProductBucket& bucket) {
@@ -146,8 +147,8 @@ class Event {
   cudaEvent_t event_{};
 };
 
-/// Times single calls. A buffer of twice the size of L2 is written before each, then the weights
-/// are read. That takes longer than the host needs to enqueue the call, so the host's time does not
+/// Times single calls. Before each call, it writes a buffer of twice the size of L2 and then reads
+/// the weights. That takes longer than the host needs to enqueue the call, so host time does not
 /// count.
 class ColdTimer {
  public:
@@ -160,7 +161,7 @@ class ColdTimer {
   float milliseconds(const std::function<void(const Context&)>& way) const {
     const auto stream = static_cast<cudaStream_t>(context_.stream);
     check_cuda(cudaMemsetAsync(evicting_.data(), 0, bytes_, stream), "emptying the cache");
-    if (weights_.bytes > 0 && weights_.bytes <= bytes_ / 4) {  // larger ones would not stay
+    if (weights_.bytes > 0 && weights_.bytes <= bytes_ / 4) {  // larger ones would not stay in L2
       check_cuda(cudaMemcpyAsync(evicting_.data(), weights_.data, weights_.bytes,
                                  cudaMemcpyDeviceToDevice, stream),
                  "reading weights");
@@ -271,7 +272,7 @@ std::size_t fastest(const Context& context, Resident weights,
   const std::size_t first = left.front();
   std::erase_if(left,
                 [&](std::size_t i) { return i != first && samples[i].front() > kHopeless * best; });
-  // In turns, so that a change of clocks affects all alike: first all of them, then the best.
+  // Round-robin, so that a change of clocks affects all alike: first all candidates, then the best.
   const auto measure = [&](int most) {
     const float once_around = best * static_cast<float>(left.size());
     for (int round = std::clamp(static_cast<int>(kRoundsMs / once_around), 1, most); round > 0;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Which of several ways to the same result is the fastest: measured once, kept for good.
+// Finds the fastest of several ways to the same result. Measured once, then cached on disk.
 
 #include <functional>
 #include <mutex>
@@ -18,14 +18,14 @@ namespace fusewise::cuda {
 /// Whether a graph is being captured on the context's stream.
 bool is_captured(const Context& context);
 
-/// The settings with what the environment says of them: FUSEWISE_TUNE=0 turns tuning off.
+/// The settings after applying the environment: FUSEWISE_TUNE=0 turns tuning off.
 ProductMath with_environment(ProductMath math);
 
-/// Whether this call may measure for its bucket: its settings ask for it, no graph is being
-/// captured on its stream, and the bucket is one of the first few of its kind.
+/// Whether this call may measure its bucket. Its settings must ask for tuning, no graph may be
+/// being captured on its stream, and the bucket must be one of the first few of its kind.
 bool may_measure(const Context& context, const ProductMath& math, const ProductBucket& bucket);
 
-/// Allows what a graph capture on another thread would otherwise forbid here.
+/// Allows calls that a graph capture on another thread would otherwise forbid on this one.
 class RelaxedCapture {
  public:
   RelaxedCapture() { swap(); }
@@ -38,18 +38,19 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-/// The choice kept under a key, by this process or, for the same GPU and cuBLASLt, by an earlier
-/// one.
+/// The cached choice for a key, made by this process or by an earlier one with the same GPU and
+/// cuBLASLt.
 std::optional<std::string> kept_choice(const Context& context, const std::string& key);
 
-/// A measured choice goes into the file of the user's cache folder, too. A choice that could not be
-/// measured lasts as long as the process, so that its results do not change.
+/// A measured choice is also written to the file in the user's cache folder. A choice that could
+/// not be measured lasts only as long as the process, so that results do not change within it.
 enum class Lifetime { process, file };
 void keep_choice(const Context& context, const std::string& key, const std::string& value,
                  Lifetime lifetime);
 
-/// Held while measuring: one thread at a time on a GPU, as two would measure each other. What is
-/// measured may need to measure in turn. The end of the outermost one writes the new choices.
+/// Held while measuring. Only one thread per GPU may measure at a time, because two would disturb
+/// each other's timings. Measuring may nest. The end of the outermost one writes the new choices to
+/// the file.
 class Measuring {
  public:
   explicit Measuring(Device device);
@@ -62,7 +63,7 @@ class Measuring {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
-/// Memory that is in L2 when a product starts.
+/// Memory that is in L2 when a GEMM starts.
 struct Resident {
   const void* data = nullptr;
   std::int64_t bytes = 0;
@@ -71,10 +72,10 @@ struct Resident {
 /// The operand of a product that does not depend on the batch: weights, which every call uses.
 Resident weights_of(const Product& product);
 
-/// The fastest, by GPU time, of ways that each enqueue the same work. L2 holds nothing before each
-/// call but the weights, as where batches follow each other. The first stays unless another is
-/// faster by more than the noise. A way that throws Error is left out; where all do, the last error
-/// is thrown.
+/// Index of the fastest, by GPU time, of several ways that enqueue the same work. Before each call,
+/// L2 holds only the weights, as when different batches follow each other. The first way wins
+/// unless another is faster by more than the noise. A way that throws Error is left out. If all
+/// throw, the last error is rethrown.
 std::size_t fastest(const Context& context, Resident weights,
                     std::span<const std::function<void(const Context&)>> ways);
 
