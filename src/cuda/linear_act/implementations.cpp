@@ -1,5 +1,5 @@
-// What linear + activation has on CUDA. Forward: the activation in the product's epilogue, or in a
-// pass of its own behind it. Backward: one pass for dz and db, then the two products.
+// The CUDA implementations of linear + activation. Forward: the activation in the GEMM's epilogue,
+// or in a separate elementwise kernel. Backward: one kernel for dz and db, then the two GEMMs.
 
 #include <mutex>
 #include <optional>
@@ -28,7 +28,7 @@ Product forward_product(const LinearActForward& call, const TensorView& d) {
   p.dtype = d.dtype;
   p.bias = call.b.data;
   p.math = with_environment(call.math);
-  // Parts of a sum that are added in half may end up on the other side of relu's kink.
+  // Partial sums that are added in half precision may end up on the other side of relu's kink.
   if (call.activation == Activation::relu) p.math.reduced_sums = false;
   return p;
 }
@@ -45,7 +45,7 @@ Product epilogue_product(const LinearActForward& call) {
   return p;
 }
 
-// Forward, the two ways. --------------------------------------------------------------------------
+// Forward: the two implementations. ---------------------------------------------------------------
 
 std::string pass_declines(const Context&, const LinearActForward&) { return ""; }
 
@@ -57,21 +57,21 @@ void pass_run(const Context& context, const LinearActForward& call) {
   activate(context, {z, call.y, bits ? call.kept : TensorView(), call.activation});
 }
 
-/// relu's bits are ours: those of cuBLASLt's epilogue are set where z is 0 and not where it is NaN,
-/// unlike torch's gradient.
+/// relu's bits come from our own kernel. cuBLASLt's epilogue sets them where z is 0 and clears them
+/// where z is NaN, unlike torch's gradient.
 void epilogue_run(const Context& context, const LinearActForward& call) {
   const PreparedProduct product(context, epilogue_product(call));
-  // The bucket was judged by another of its sizes, which may take another algorithm.
+  // The bucket was judged by another of its sizes, which may use another algorithm.
   if (!product.is_right()) return pass_run(context, call);
   product.run(context);
   if (call.kept.defined()) activate(context, {call.y, {}, call.kept, call.activation});
 }
 
-// Which of the two. ------------------------------------------------------------------------------
+// Choosing between the two. -----------------------------------------------------------------------
 
 enum class Verdict { fine, not_right, slower };
 
-/// Measures both ways. cuBLASLt runs some epilogues as a second kernel, and then a pass of ours may
+/// Measures both. cuBLASLt runs some epilogues as a second kernel. Then our elementwise kernel may
 /// be faster.
 bool is_slower(const Context& context, const LinearActForward& call) {
   const PreparedProduct fused(context, epilogue_product(call));
@@ -88,7 +88,7 @@ bool is_slower(const Context& context, const LinearActForward& call) {
   return fastest(context, weights_of(epilogue_product(call)), ways) == 1;
 }
 
-/// For the first call with a product bucket; every later one takes the same.
+/// Decides for the first call of a product bucket. Every later call gets the same decision.
 Verdict first_verdict(const Context& context, const LinearActForward& call, const Product& product,
                       const ProductBucket& bucket) {
   if (!PreparedProduct(context, product).is_right()) return Verdict::not_right;
@@ -109,7 +109,7 @@ Verdict first_verdict(const Context& context, const LinearActForward& call, cons
   return choice == "pass" ? Verdict::slower : Verdict::fine;
 }
 
-/// Every call asks, so after the first with its bucket this must cost next to nothing.
+/// Every call asks this, so after the first call of its bucket it must cost next to nothing.
 Verdict judge(const Context& context, const LinearActForward& call) {
   if (epilogue_of(call.activation) == Epilogue::none || call.y.numel() == 0) return Verdict::fine;
   constexpr std::size_t kMostKnown = 1024;
@@ -145,8 +145,8 @@ std::string epilogue_declines(const Context& context, const LinearActForward& ca
   }
   if (call.activation == Activation::gelu_tanh) {
     if (call.kept.defined()) return "z is to be kept, and the epilogue writes y alone";
-    // In float32 it is off by some 20 ulp. In float16 a z beyond its range is NaN behind torch's
-    // gelu, which takes z rounded, and 0 behind this one.
+    // In float32 its error is some 20 ulp. In float16, if z is out of range, torch's gelu gives NaN
+    // because it takes the rounded z; this one gives 0.
     if (call.y.dtype != DType::bf16) {
       return "cuBLASLt's gelu is not torch's in this dtype";
     }
@@ -185,7 +185,7 @@ void backward_run(const Context& context, const LinearActBackward& call) {
     p.d = matrix_of(call.dw);
     multiply(context, p);
   }
-  // Last, as what comes next in backward reads dx.
+  // Last, because the next step of backward reads dx.
   if (call.dx.defined()) {
     p.rows = m;
     p.columns = call.w.sizes[1];

@@ -1,6 +1,6 @@
-// y = act(z) with relu's bits; dz = dy * act' with the sums of its columns.
-// Memory: forward reads z and writes y once, backward reads dy and what was kept and writes dz
-// once; relu's bits are a sixteenth to a sixty-fourth of that. Bound by memory bandwidth.
+// y = act(z) with relu's bits; dz = dy * act' with its column sums.
+// Memory: forward reads z and writes y once. Backward reads dy and the tensor saved by forward and
+// writes dz once. relu's bits are a sixteenth to a sixty-fourth of that. Bound by memory bandwidth.
 
 #include <algorithm>
 
@@ -17,28 +17,28 @@ namespace fusewise::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kByte = 8;  // columns whose bits share one
-/// At once on a multiprocessor, of those with vectors: bounds their registers.
+constexpr int kByte = 8;  // columns whose bits share a byte
+/// Blocks per SM for the kernels with vectors: limits their registers.
 constexpr int kBlocks = 4, kBlocksWithValues = 3;
 
-/// Adjacent columns of a thread: a vector, so that a warp touches one piece of memory. Who only
-/// reads, and writes bits, has a byte of these, so that a warp writes a whole sector of them.
+/// Adjacent columns per thread: one vector, so that a warp accesses contiguous memory. A kernel
+/// that only reads z and writes bits has one byte of bits per thread, so that a warp writes a whole
+/// sector.
 template <typename T, bool kVectors, bool kOnlyBits = false>
 constexpr int kColumns = kVectors && !kOnlyBits ? Vector<T>::kSize : kByte;
 
-/// Rows that a thread has in flight: 64 bytes of them.
+/// Rows that a thread has in flight: 64 bytes.
 template <typename T, int kGroup>
 constexpr int kDepth = std::max<int>(1, 64 / (kGroup * sizeof(T)));
 
-/// A block has up to 32 groups of columns and at least 8 rows at a time. Where rows are few and to
-/// be summed up, it has 4 groups and 64 rows, and goes through all of them: nothing is left to be
-/// added.
+/// A block has up to 32 groups of columns and at least 8 rows at a time. To sum few rows, it has 4
+/// groups and 64 rows at a time and iterates over all rows, so that no second summation is needed.
 constexpr int kWideShift = 5, kNarrowShift = 2;
 constexpr long long kFewRows = 512;
 
-/// A thread's columns of a row as they are in memory: vectors where addresses allow it, else one by
-/// one, with a stride. Columns that do not exist repeat the first: loads without branches are all
-/// in flight at once.
+/// A thread's columns of a row in memory format: vectors if addresses allow it, otherwise single
+/// elements with a stride. Columns past the end repeat the first one: loads without branches are
+/// all in flight at once.
 template <typename T, bool kVectors, int kGroup>
 struct Group {
   alignas(16) T values[kGroup];
@@ -77,14 +77,14 @@ struct Group {
   }
 };
 
-/// Which columns and which rows a thread has. Column tiles are the fastest, so that the grid has
-/// one dimension and no limit of 65535. The last rows come first: they are what the product before
-/// has left in the cache.
+/// Which columns and rows a thread has. The column tile varies fastest, so that the grid has one
+/// dimension and no limit of 65535. The last rows come first, because the GEMM before has left them
+/// in the cache.
 struct Place {
   long long tile, index;  // of the block
   long long column, first_row, end_row;
   int lane, strand, strands;
-  int count;  // columns that exist, of the thread's
+  int count;  // columns of this thread that exist
 
   __device__ Place(long long rows, long long columns, long long chunk, unsigned tiles, int shift,
                    int group) {
@@ -101,7 +101,8 @@ struct Place {
   }
 };
 
-/// The kind is a constant of the vector kernels; the others, for odd sizes, ask at run time.
+/// The activation is a compile-time constant in the vector kernels. The others, for odd sizes,
+/// check it at run time.
 template <Activation kKind, typename T, bool kVectors>
 __device__ __forceinline__ Accumulator<T> apply(Activation kind, Accumulator<T> z) {
   if constexpr (kVectors) return activate_as<kKind, T>(z);
@@ -190,16 +191,16 @@ __global__ void __launch_bounds__(kThreads, kVectors ? kBlocks : 1)
   }
 }
 
-/// What forward has kept for backward.
+/// What forward saved for backward.
 enum class Keeps { nothing, bits, values };
 
 struct GradientArguments {
   const void *dy, *kept;
-  void *dz, *sums;  // the chunks' sums, or db itself where there is but one chunk
+  void *dz, *sums;  // sums of the chunks, or db itself if there is only one chunk
   long long rows, columns, chunk, dy_stride, dy_step, kept_stride, dz_stride;
   unsigned tiles;
   int shift;
-  bool rounds;  // to T: db itself of that type
+  bool rounds;  // round to T: db itself has that type
   Activation kind;
 };
 
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
           gradients[i].set(j,
                            apply_gradient<kKind, T, kVectors>(a.kind, kept[i][j], gradients[i][j]));
         }
-        sums[j] += gradients[i][j];  // rounded to T, as torch adds them up
+        sums[j] += gradients[i][j];  // rounded to T, as torch sums them
       }
       if (a.dz != nullptr) gradients[i].store(dz + at * a.dz_stride, place.count);
     }
@@ -304,13 +305,13 @@ int shift_for(std::int64_t columns, int group) {
   return shift;
 }
 
-/// How many columns and rows a block has.
+/// Number of columns and rows of a block.
 struct Cut {
   int shift;
   std::int64_t tiles, chunk, chunks;
 
-  /// The GPU deals out many small blocks best: as few rows as a thread has in flight, and fewer
-  /// where that leaves multiprocessors idle.
+  /// Many small blocks balance best on the GPU: as many rows as a thread has in flight, or fewer if
+  /// SMs would be idle otherwise.
   Cut(const Context& context, std::int64_t rows, std::int64_t columns, int group, int depth)
       : shift(shift_for(columns, group)), tiles(divide_up(columns, group << shift)) {
     const int all = limits_of(context.device).multiprocessors;
@@ -321,15 +322,15 @@ struct Cut {
     } while (depth > 0 && tiles * chunks < all);
   }
 
-  /// Where columns are summed up, a chunk costs memory, so there are only as many as keep the GPU
-  /// busy; few rows are one chunk.
+  /// Column sums cost memory per chunk, so there are only as many chunks as keep the GPU busy. Few
+  /// rows are one chunk.
   static Cut for_sums(const Context& context, std::int64_t rows, std::int64_t columns, int group,
                       int depth, bool vectors) {
     const int all = limits_of(context.device).multiprocessors;
     Cut cut(context, rows, columns, group, depth);
     if (rows <= kFewRows) {
       cut.shift = std::min(cut.shift, kNarrowShift);
-      // Element by element a row takes long: as many blocks as there are groups of columns.
+      // Element by element a row takes long, so use one block per group of columns.
       if (!vectors && divide_up(columns, group << cut.shift) < all / 4) cut.shift = 0;
       cut.tiles = divide_up(columns, group << cut.shift);
       cut.chunk = kFewRows;
@@ -352,7 +353,7 @@ bool takes_vectors(const TensorView& t) {
          matrix_of(t).stride % Vector<T>::kSize == 0;
 }
 
-/// Of dense tensors and without bits, rows do not matter: they are taken so long that vectors fit.
+/// For dense tensors without bits the row length does not matter, so choose rows that fit vectors.
 ActivationPass with_wide_rows(ActivationPass pass) {
   const std::int64_t columns = pass.z.sizes[1], count = pass.z.numel();
   const auto dense = [&](const TensorView& t) {
@@ -368,7 +369,7 @@ ActivationPass with_wide_rows(ActivationPass pass) {
   return pass;
 }
 
-/// body<kind, vectors>(): float64 has no vector kernels, it is for checks.
+/// Calls body<kind, vectors>(). float64 has no vector kernels: it is only for checks.
 template <typename T, typename Body>
 void dispatch(Activation kind, bool vectors, Body body) {
   if constexpr (sizeof(T) < 8) {
@@ -384,7 +385,7 @@ void dispatch(Activation kind, bool vectors, Body body) {
           return body.template operator()<Activation::gelu_tanh, true>();
         case Activation::silu:
           return body.template operator()<Activation::silu, true>();
-        case Activation::hardswish:  // refused before
+        case Activation::hardswish:  // rejected earlier
           return;
       }
     }
@@ -416,8 +417,8 @@ void activate(const Context& context, const ActivationPass& given) {
       arguments.chunk = cut.chunk;
       arguments.tiles = static_cast<unsigned>(cut.tiles);
       arguments.shift = cut.shift;
-      // Not overlapping the kernel before: behind a product there is nothing to be done ahead, and
-      // it was measured to gain nothing.
+      // Does not overlap the previous kernel. After a GEMM there is nothing to do ahead, and
+      // measurements showed no gain.
       launch_kernel({context, cut.tiles * cut.chunks, kThreads}, "activating",
                     activate_rows<kKind, T, kVectors, kOnlyBits>, arguments);
     };
