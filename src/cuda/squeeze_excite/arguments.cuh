@@ -1,14 +1,14 @@
 #pragma once
 
-// From a call to a kernel's arguments, for the kernels that take both directions: those name the
-// tensors by what they do, so that one kernel serves forward and backward.
+// Converts a call to a kernel's arguments, for kernels that serve both forward and backward. The
+// arguments name the tensors by their role, so that one kernel can do both.
 
 #include "cuda/squeeze_excite/weight_gradients.cuh"
 #include "fusewise/squeeze_excite.h"
 
 namespace fusewise::cuda {
 
-/// What both directions have.
+/// The arguments that both directions have.
 template <typename Arguments, typename Call>
 Arguments shared_arguments(const Call& call) {
   Arguments a{};

@@ -1,9 +1,10 @@
-// Squeeze-and-Excitation in one kernel each way, for Hopper: a cluster of blocks holds a sample.
+// Squeeze-and-Excitation in one kernel each for forward and backward, for Hopper. A cluster of
+// blocks holds a sample.
 // Memory: forward reads x once and writes y; backward reads dy and x once and writes dx. The image
-// that is scaled (x, in backward dy) stays in registers and shared memory from its only reading
-// until the gates are known; as soon as a vector has gone out, its place waits for the next
-// sample's. Bound by memory bandwidth while clusters are at different points, else by the latency
-// of the two small products.
+// that is scaled (x, in backward dy) is read once and stays in registers and shared memory until
+// the gates are known. As soon as a vector is written, its slot is refilled from the next sample.
+// Bound by memory bandwidth while clusters are at different stages, otherwise by the latency of the
+// two small GEMMs.
 
 #include "cuda/squeeze_excite/cluster.cuh"
 
@@ -42,13 +43,13 @@ struct Arguments {
   ClusterPlan plan;
 };
 
-/// Two neighbouring weights, or one where rows have an odd length.
+/// Two neighbouring weights, or one if rows have an odd length.
 template <typename W, int kCount>
 struct alignas(kCount * sizeof(W)) Few {
   W values[kCount];
 };
 
-/// The small products of a block, with its slices of W1, [r][channels], and W2, [channels][r], in
+/// The small GEMMs of a block. Its slices of W1, [r][channels], and W2, [channels][r], are in
 /// shared memory.
 template <typename W>
 struct Products {
@@ -58,9 +59,9 @@ struct Products {
   int channel_lanes, hidden_lanes;
   float* rows;  ///< partial sums
   int row_stride;
-  int rows_of_channels;  ///< how many of them there is room for
+  int rows_of_channels;  ///< number of rows that fit
 
-  /// finish(r, sum over channels of W1[r][c] * values[c], lane).
+  /// Calls finish(r, sum over channels of W1[r][c] * values[c], lane).
   template <typename Finish>
   __device__ void rows_of_w1(const float* values, Finish finish) const {
     sum_by_lanes(
@@ -83,7 +84,7 @@ struct Products {
         finish);
   }
 
-  /// finish(c, sum over r of W2[c][r] * values[r], lane).
+  /// Calls finish(c, sum over r of W2[c][r] * values[r], lane).
   template <typename Finish>
   __device__ void rows_of_w2(const float* values, Finish finish) const {
     const auto by = [&]<int kStep>(std::integral_constant<int, kStep>) {
@@ -112,7 +113,7 @@ struct Products {
     }
   }
 
-  /// finish(r, sum over channels of W2[c][r] * values[c], lane). Has a barrier inside.
+  /// Calls finish(r, sum over channels of W2[c][r] * values[c], lane). Contains a barrier.
   template <typename Finish>
   __device__ void columns_of_w2(const float* values, Finish finish) const {
     const int step = r % 2 == 0 ? 2 : 1;
@@ -141,7 +142,7 @@ struct Products {
     sum_rows_by_lanes(rows, parts, r, r, hidden_lanes, finish);
   }
 
-  /// finish(c, sum over r of W1[r][c] * values[r], lane). Has a barrier inside.
+  /// Calls finish(c, sum over r of W1[r][c] * values[r], lane). Contains a barrier.
   template <typename Finish>
   __device__ void columns_of_w1(const float* values, Finish finish) const {
     const int vectors = channels / kVector;
@@ -172,12 +173,12 @@ struct Products {
   }
 };
 
-/// Where a thread's vectors of a slice lie: `count` of them, `step` elements apart.
+/// Position of a thread's vectors in a slice: `count` of them, `step` elements apart.
 template <typename T, bool kPlanar>
 struct Lane {
   static constexpr int kVector = Vector<T>::kSize;
   int first_channel, channels;  ///< of the block
-  int channel;                  ///< of the block's, the first in this thread's vectors
+  int channel;                  ///< first channel in this thread's vectors, counted in the block
   int strand, strands;          ///< threads that share the channel
   int count;
   int step;
@@ -208,8 +209,8 @@ struct Lane {
     }
   }
 
-  /// finish(channel, sum over the block's pixels, lane) from every thread's own sums. Has a barrier
-  /// inside.
+  /// Calls finish(channel, sum over the block's pixels, lane), from every thread's own sums.
+  /// Contains a barrier.
   template <typename W, typename Finish>
   __device__ void sum(const float (&mine)[kVector], const Products<W>& products,
                       Finish finish) const {
@@ -250,24 +251,25 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
   const Lane<T, kPlanar> lane(a, channel_slice, pixel_slice);
   const int channels = lane.channels, first_channel = lane.first_channel;
   const int threads = blockDim.x, thread = threadIdx.x;
-  // Of what blocks with the same channels, or all, compute alike, one writes.
+  // Blocks with the same channels compute the same channel values, and all blocks the same hidden
+  // layer. Only one of them writes.
   const bool writes_channels = pixel_slice == 0, writes_hidden = rank == 0;
 
   extern __shared__ __align__(128) unsigned char shared[];
   auto* const slots = reinterpret_cast<uint4*>(shared) + thread;
   float* const floats = reinterpret_cast<float*>(shared + 16 * plan.shared_vectors * threads);
   const int hidden_floats = (a.r + 3) / 4 * 4;
-  // For samples in turn: the sums' barrier and that of the hidden layer.
+  // Double-buffered over samples: the barrier of the sums and that of the hidden layer.
   auto* const barriers = reinterpret_cast<ByteBarrier*>(floats);
   float* const rows = floats + kClusterBarrierFloats;
   float* const values = rows + plan.row_floats;
-  float* const gates = values + plan.channels;  // two, for samples in turn
-  // The bias of the gates; in backward what is added to dx.
+  float* const gates = values + plan.channels;  // double-buffered over samples
+  // The bias of the gates. In backward, the offset that is added to dx.
   float* const offset = gates + 2 * plan.channels;
   float* const hidden = offset + plan.channels;
-  // The hidden layer's bias; in backward the kept layer, two for samples in turn.
+  // The hidden layer's bias. In backward, the saved hidden layer, double-buffered over samples.
   float* const bias = hidden + hidden_floats;
-  // What other blocks send; two of each, for samples in turn.
+  // Values received from other blocks, double-buffered over samples.
   float* const sum_box = bias + 2 * hidden_floats;
   float* const hidden_box = sum_box + (pixel_slices > 1 ? 2 * pixel_slices * plan.channels : 0);
   float* const behind =
@@ -293,12 +295,12 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
     arrive_in_cluster();
   }
   wait_for_previous_kernel();
-  // With several samples for each cluster, the next kernel's blocks may as well wait in free
-  // places. With one, they would take turns with this kernel's.
+  // With several samples per cluster, blocks of the next kernel may wait in free slots. With one
+  // sample per cluster, they would alternate with blocks of this kernel.
   if (plan.clusters < a.n) allow_next_kernel();
   if (cluster >= plan.late_from) sleep_for(plan.late_nanoseconds);
 
-  // Held vectors: the first ones in registers, the others in this thread's slots.
+  // Held vectors: the first ones in registers, the others in this thread's slots in shared memory.
   uint4 held[kRegisters];
   const auto as_vector = [](const uint4& bits) -> const Vector<T>& {
     return reinterpret_cast<const Vector<T>&>(bits);
@@ -320,7 +322,7 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
   const long long sample_size = static_cast<long long>(a.c) * a.hw;
   long long at = cluster * sample_size + lane.start;
 
-  // Backward: x passes through registers, two batches of it on their way at a time.
+  // Backward: x passes through registers, with two batches of loads in flight.
   constexpr int kBatch = 4;
   uint4 x[2][kBatch];
   const T* extra = nullptr;
@@ -353,7 +355,7 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
       copy_vector(w2 + i, from2 + i);
     }
   };
-  // What is needed first comes first; but in forward the weights come from L2 while the image is
+  // Load first what is needed first. But in forward, the weights arrive from L2 while the image is
   // still on its way from memory.
   if constexpr (kBackward) {
     fetch_first_extra();
@@ -375,7 +377,7 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
     fetch_saved(cluster, 0);
     fetch_weights();
   } else {
-    // These wait for their loads, so they come last.
+    // Last, because these wait for their loads.
     const W *b1 = static_cast<const W*>(a.b1), *b2 = static_cast<const W*>(a.b2);
 #pragma unroll 1
     for (int r = thread; r < a.r; r += threads) bias[r] = b1 ? to_accumulator<float>(b1[r]) : 0.f;
@@ -444,10 +446,10 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
         for (int k = 0; k < kVector; ++k) mine[k] += as_vector(bits)[k];
       }
     }
-    // Nobody writes into a block's memory before it runs.
+    // Do not write to another block's shared memory before that block runs.
     if (size > 1 && sample == cluster) wait_for_cluster();
 
-    // From a channel's sum to what the first product takes: its mean; in backward dz2.
+    // Converts a channel's sum to the first GEMM's input: the mean, or dz2 in backward.
     const auto take_sum = [&](int c, float sum) {
       if constexpr (kBackward) {
         values[c] = math::gate_gradient(a.gate, gate[c], sum);
@@ -525,7 +527,7 @@ __global__ void __launch_bounds__(kClusterMostThreads, 1)
     }
     __syncthreads();
 
-    // Scales what is held; each place is filled again at once.
+    // Scales the held vectors. Each slot is refilled at once.
     const bool more = sample + plan.clusters < a.n;
     if (lane.count > 0) {
       float g[kVector], o[kVector];
@@ -598,7 +600,7 @@ void launch_for(const Context& context, const Call& call, Arguments a, const Clu
   });
 }
 
-/// How many clusters run at once, for every size; asked once per device.
+/// How many clusters run at once, for every cluster size. Queried once per device.
 ClusterLimits ask_limits(Device device) {
   const DeviceLimits& limits = limits_of(device);
   const CurrentDevice current(device);
@@ -607,7 +609,7 @@ ClusterLimits ask_limits(Device device) {
   ClusterLimits result{};
   for (int together = 1; together <= 2; ++together) {
     int& shared_memory = result.shared_memory[together - 1];
-    // Every block has a kilobyte that the system keeps.
+    // The system reserves a kilobyte per block.
     shared_memory = std::min(limits.block_shared_memory, limits.shared_memory / together - 1024);
     for (int size = 1; size <= kClusterMostBlocks; ++size) {
       cudaLaunchAttribute attribute{};
@@ -621,7 +623,7 @@ ClusterLimits ask_limits(Device device) {
       config.numAttrs = 1;
       int& clusters = result.clusters[together - 1][size];
       if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
-        clusters = 0;  // a GPU that has no clusters of this size says so with an error
+        clusters = 0;  // a GPU without clusters of this size reports an error
         static_cast<void>(cudaGetLastError());
       }
     }
@@ -648,7 +650,8 @@ ClusterProblem problem_of(const Call& call) {
 
 template <typename Call>
 const std::optional<ClusterPlan>& plan_for(const Context& context, const Call& call) {
-  // Models ask the same again and again; one whose sizes never repeat should not fill the memory.
+  // Models ask for the same plans repeatedly. The limit bounds memory for a model whose sizes never
+  // repeat.
   constexpr std::size_t kMost = 1024;
   thread_local std::map<std::pair<int, ClusterProblem>, std::optional<ClusterPlan>> known;
   const std::pair key(context.device.index, problem_of(call));
@@ -716,7 +719,7 @@ std::string cluster_declines(const Context& context, const SqueezeExciteBackward
 std::string cluster_yields(const Context& context, const SqueezeExciteBackward& call) {
   const ClusterProblem problem = problem_of(call);
   const ClusterPlan& plan = *plan_for(context, call);
-  // Measured: 20.4 against 20.1 us for one sample of 3.5 MB on 16 multiprocessors.
+  // Measured: 20.4 against 20.1 us for one sample of 3.5 MB on 16 SMs.
   const bool large = problem.c * problem.hw * problem.element_bytes > 3'000'000;
   if (!large || 4 * plan.clusters * plan.cut.blocks() > plan.multiprocessors) return {};
   return "for few large samples, two passes use more of the GPU";

@@ -9,15 +9,15 @@ namespace fusewise::cuda {
 
 std::string cluster_declines(const Context& context, const SqueezeExciteForward& call);
 std::string cluster_declines(const Context& context, const SqueezeExciteBackward& call);
-/// Where two passes, if they take the call, are faster.
+/// Not chosen when two_pass is faster, if two_pass can take the call.
 std::string cluster_yields(const Context& context, const SqueezeExciteBackward& call);
 void cluster_run(const Context& context, const SqueezeExciteForward& call);
 void cluster_run(const Context& context, const SqueezeExciteBackward& call);
 
-/// What the GPU offers, asked once.
+/// Limits of the GPU, queried once.
 const ClusterLimits& cluster_limits(Device device);
 
-/// With a plan of one's own, for experiments.
+/// With an explicit plan, for experiments.
 void cluster_run(const Context& context, const SqueezeExciteForward& call, const ClusterPlan& plan);
 void cluster_run(const Context& context, const SqueezeExciteBackward& call,
                  const ClusterPlan& plan);

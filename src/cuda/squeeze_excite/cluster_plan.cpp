@@ -23,7 +23,7 @@ std::optional<ClusterPlan> cluster_plan_with(const ClusterProblem& problem, Clus
   const bool alone = cut.threads == kClusterMostThreads;
   const int shared_memory = limits.shared_memory[alone ? 0 : 1];
   const std::int64_t vector = 16 / problem.element_bytes;
-  // Slices, and their weights, start and end on 16 bytes.
+  // Slices and their weights start and end on 16-byte boundaries.
   const std::int64_t weight_vector = 16 / problem.weight_bytes;
   const std::int64_t channel_unit =
       problem.planar ? weight_vector : std::max(vector, weight_vector);
@@ -44,7 +44,8 @@ std::optional<ClusterPlan> cluster_plan_with(const ClusterProblem& problem, Clus
   }
   plan.channel_lanes = lanes_for(channels, cut.threads);
   plan.hidden_lanes = lanes_for(problem.r, cut.threads);
-  // Lanes that share a sum read neighbouring rows: their banks should differ.
+  // Lanes that share a sum read neighbouring rows. Choose a stride that puts these in different
+  // banks.
   const std::int64_t apart = 32 / plan.channel_lanes;
   plan.row_stride = static_cast<int>(
       plan.channel_lanes == 1 ? channels : align_up(channels + 32 - apart, 32) - 32 + apart);
@@ -60,7 +61,7 @@ std::optional<ClusterPlan> cluster_plan_with(const ClusterProblem& problem, Clus
     most = divide_up(pixels, plan.strands);
     rows = plan.strands;
   }
-  // Backward's products have their partial sums there too.
+  // The partial sums of backward's GEMMs are stored there too.
   if (problem.backward) {
     rows = std::max(rows, std::min(cut.threads / (channels / weight_vector), problem.r));
   }
@@ -76,8 +77,8 @@ std::optional<ClusterPlan> cluster_plan_with(const ClusterProblem& problem, Clus
       2 * (cut.channel_slices > 1 ? align_up(cut.channel_slices * problem.r, 2) : 0);
   const std::int64_t floats =
       kClusterBarrierFloats + plan.row_floats + boxes + 4 * channels + 3 * align_up(problem.r, 4);
-  // Lanes that share a sum read neighbouring vectors, the next lanes another row: a stride that
-  // keeps the banks of eight lanes apart.
+  // Lanes that share a sum read neighbouring vectors, and the next lanes read another row. Choose a
+  // stride that keeps eight lanes in different banks.
   std::int64_t stride = channels / weight_vector;
   if (plan.hidden_lanes < 8) {
     while (stride % (2 * plan.hidden_lanes) != plan.hidden_lanes) ++stride;
@@ -94,8 +95,9 @@ std::optional<ClusterPlan> cluster_plan_with(const ClusterProblem& problem, Clus
   plan.multiprocessors = limits.clusters[0][1];
   plan.late_from = plan.clusters;
   if (plan.clusters > 1) {
-    // Half of the clusters start late: then some move data while others compute. By a share, as
-    // measured on an H200, of the time that moving takes, or a step where there are several.
+    // Half of the clusters start late, so that some move data while others compute. The delay is a
+    // fraction of the time to move the data, or of a step if there are several. The fraction was
+    // measured on an H200.
     const std::int64_t steps = divide_up(problem.n, plan.clusters);
     const double passes = problem.backward ? 3 : 2;
     const double bytes = passes * plan.clusters * problem.c * problem.hw * problem.element_bytes;
@@ -104,7 +106,7 @@ std::optional<ClusterPlan> cluster_plan_with(const ClusterProblem& problem, Clus
                         : steps < 4 ? 0.25 * (moving + 5000)
                                     : (problem.backward ? 0.5 : 0.25) * (moving + 5000);
     plan.late_from = (plan.clusters + 1) / 2;
-    // Of few steps, those that have one less can all start late.
+    // With few steps, the clusters that have one step less can all start late.
     const int rest = static_cast<int>(problem.n % plan.clusters);
     if (steps < 4 && rest > 0) plan.late_from = std::min(plan.late_from, rest);
     plan.late_nanoseconds = static_cast<int>(late);
@@ -127,14 +129,14 @@ double expected_time(const ClusterProblem& problem, const ClusterPlan& plan) {
   const double sample = passes * cut.channel_slices * plan.channels * cut.pixel_slices *
                         plan.pixels * problem.element_bytes;
   const auto move = [&](double clusters) {
-    // Few multiprocessors cannot keep the memory busy.
+    // A few SMs cannot saturate the memory.
     const double multiprocessors = std::min<double>(plan.multiprocessors, clusters * cut.blocks());
     return clusters * sample / std::min(4e6, 41e3 * multiprocessors);
   };
   const std::int64_t full = problem.n / plan.clusters, rest = problem.n % plan.clusters;
   const double steps = static_cast<double>(full + (rest > 0 ? 1 : 0));
   const double moving = full * move(plan.clusters) + (rest > 0 ? move(rest) : 0);
-  // Bytes that neighbouring threads read side by side.
+  // Contiguous bytes that neighbouring threads read.
   const double row =
       std::min(256, problem.planar ? 16 * plan.strands : plan.channels * problem.element_bytes);
   const double short_rows = (problem.planar ? 4 : 1) * cost.short_rows * (1 - row / 256);
@@ -155,7 +157,7 @@ std::optional<ClusterPlan> cluster_plan(const ClusterProblem& problem,
   double best_time = 0;
   for (const int threads : {kClusterMostThreads / 2, kClusterMostThreads}) {
     for (int channel_slices = 1; channel_slices <= kClusterMostBlocks; ++channel_slices) {
-      // Rows of under 64 bytes waste the memory's bursts.
+      // Rows of under 64 bytes waste memory bursts.
       const std::int64_t row = problem.c * problem.element_bytes / channel_slices;
       if (!problem.planar && channel_slices > 1 && row < 64) break;
       for (int pixel_slices = 1; channel_slices * pixel_slices <= kClusterMostBlocks;

@@ -1,6 +1,6 @@
-// Squeeze-and-Excitation as a row of plain kernels: any GPU, any type, any strides, any size.
-// Memory: forward reads x twice and writes y; backward reads dy twice, x once and writes dx. What
-// the second pass reads is in L2 where the tensor fits there.
+// Squeeze-and-Excitation as a sequence of plain kernels: any GPU, any type, any strides, any size.
+// Memory: forward reads x twice and writes y; backward reads dy twice, x once and writes dx. The
+// second pass reads from L2 if the tensor fits there.
 // Bound by memory bandwidth when large, by its four (backward: five) launches when small.
 
 #include "cuda/squeeze_excite/general.cuh"
@@ -24,24 +24,24 @@ using Index = long long;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-/// How a kernel walks over the images.
+/// How a kernel iterates over the images.
 enum class Walk {
-  planar,         ///< the pixels of a channel lie together
-  channels_last,  ///< the channels of a pixel lie together
+  planar,         ///< the pixels of a channel are contiguous
+  channels_last,  ///< the channels of a pixel are contiguous
   strided,        ///< anything else, element by element
 };
 
 struct Shape {
   Index n, c, hw, r;
-  Index width;   ///< of a row of pixels, to tell h and w apart
-  Index chunks;  ///< parts that a channel's pixels are cut into, each summed by itself
-  Index chunk;   ///< pixels of a part
+  Index width;   ///< of a row of pixels, to separate h and w
+  Index chunks;  ///< number of chunks of a channel's pixels; each has its own sum
+  Index chunk;   ///< pixels per chunk
 };
 
 template <typename T>
 struct Image {
   T* data;
-  Index n, c, h, w;  ///< strides; where pixels collapse, w is the stride between them
+  Index n, c, h, w;  ///< strides; if H and W collapse, w is the stride between pixels
 
   __device__ T* at(Index sample, Index channel) const { return data + sample * n + channel * c; }
   __device__ T* at(Index sample, Index channel, Index pixel, Index width) const {
@@ -54,9 +54,9 @@ Image<T> image(const TensorView& t) {
   return {static_cast<T*>(t.data), t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
 }
 
-/// Visits [0, count) of arrays that lie alike: single elements up to a 16-byte boundary, then
-/// vectors. `misaligned`: elements from the last boundary to the start, or -1 for no vectors at
-/// all.
+/// Visits [0, count) of arrays with equal alignment: single elements up to a 16-byte boundary, then
+/// vectors. `misaligned`: number of elements from the previous boundary to the start, or -1 for no
+/// vectors at all.
 template <int kVector, typename One, typename Many>
 __device__ void visit(Index count, int misaligned, int lane, int lanes, One one, Many many) {
   Index first = count, last = count;
@@ -76,7 +76,7 @@ __device__ int misalignment(const T* address) {
   return static_cast<int>(reinterpret_cast<std::uintptr_t>(address) % 16 / sizeof(T));
 }
 
-/// sums[n][chunk][c] = sum over the chunk's pixels of a, or of a * b. `lanes` threads for each.
+/// sums[n][chunk][c] = sum over the chunk's pixels of a, or of a * b. `lanes` threads per sum.
 template <typename T, Walk kWalk, bool kProduct, typename A>
 __global__ void __launch_bounds__(kThreads)
     sum_planes(Image<const T> a, Image<const T> b, Shape s, int lanes, A* sums) {
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
   if (inside && lane == 0) sums[task] = sum;
 }
 
-/// The same for channels-last images: a block takes `columns` vectors of channels of one chunk.
+/// The same for channels-last images. A block has `columns` vectors of channels of one chunk.
 template <typename T, int kVector, bool kProduct, typename A>
 __global__ void __launch_bounds__(kThreads)
     sum_pixels(Image<const T> a, Image<const T> b, Shape s, int columns, int tiles, A* sums) {
@@ -172,8 +172,8 @@ __device__ A sum_chunks(const A* sums, const Shape& s, Index sample, Index chann
   return sum;
 }
 
-/// Calls stage(c) for a tile of channels, which says the channel's value, then use(first, count)
-/// with the tile in `values`; until all channels were there. By the whole block.
+/// For each tile of channels: calls stage(c), which returns the channel's value, then use(first,
+/// count) with the tile in `values`. Called by the whole block.
 constexpr int kTile = 1024;
 template <typename A, typename Stage, typename Use>
 __device__ void by_tiles(Index channels, A* values, Stage stage, Use use) {
@@ -186,8 +186,8 @@ __device__ void by_tiles(Index channels, A* values, Stage stage, Use use) {
   }
 }
 
-/// z = W1 p + b1: a block for a few hidden units of a sample, a warp for kRows of them. p is
-/// written on the way where it is kept.
+/// z = W1 p + b1. A block has a few hidden units of a sample, and a warp has kRows of them. Also
+/// writes p if backward needs it.
 constexpr int kRows = 2;
 template <typename W, typename A>
 __global__ void __launch_bounds__(kThreads)
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// g = gate(W2 h + b2), eight lanes for each of them.
+/// g = gate(W2 h + b2), with eight lanes per channel.
 template <typename W, typename A>
 __global__ void __launch_bounds__(kThreads)
     open_gates(const A* activated, const W* w2, const W* b2, Shape s, Gate gate, A* gates) {
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads)
   gates[task] = math::open_gate(gate, b2 ? sum + to_accumulator<A>(b2[c]) : sum);
 }
 
-/// dz2 = dg * gate', dz1 = (dz2 W2) * act': a block for 32 hidden units of a sample.
+/// dz2 = dg * gate', dz1 = (dz2 W2) * act'. A block has 32 hidden units of a sample.
 template <typename W, typename A>
 __global__ void __launch_bounds__(kThreads)
     hidden_gradients(const A* sums, const W* w2, const A* gates, const A* hidden, Shape s,
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kThreads)
   dz1[sample * s.r + r] = math::activation_gradient(activation, hidden[sample * s.r + r], sum);
 }
 
-/// offsets = (dz1 W1) / HW, a thread for each channel.
+/// offsets = (dz1 W1) / HW, one thread per channel.
 template <typename W, typename A>
 __global__ void __launch_bounds__(kThreads)
     compute_offsets(const A* dz1, const W* w1, Shape s, A* offsets) {
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kThreads)
   offsets[task] = sum / static_cast<A>(s.hw);
 }
 
-/// out = in * gate + offset (offsets may be null), `lanes` threads for each chunk of a plane.
+/// out = in * gate + offset (offsets may be null), with `lanes` threads per chunk of a plane.
 template <typename T, Walk kWalk, typename A>
 __global__ void __launch_bounds__(kThreads)
     scale_planes(Image<const T> in, Image<T> out, const A* gates, const A* offsets, Shape s,
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// The same for channels-last images, cut as in sum_pixels.
+/// The same for channels-last images, with the grid of sum_pixels.
 template <typename T, int kVector, typename A>
 __global__ void __launch_bounds__(kThreads)
     scale_pixels(Image<const T> in, Image<T> out, const A* gates, const A* offsets, Shape s,
@@ -373,7 +373,7 @@ bool pixels_collapse(const TensorView& t) {
   return t.sizes[2] == 1 || t.sizes[3] == 1 || t.strides[2] == t.sizes[3] * t.strides[3];
 }
 
-/// The stride between neighbouring pixels, where H and W collapse into one dimension.
+/// The stride between neighbouring pixels, if H and W collapse into one dimension.
 Index pixel_stride(const TensorView& t) { return t.sizes[3] == 1 ? t.strides[2] : t.strides[3]; }
 
 Walk walk_over(std::initializer_list<const TensorView*> images) {
@@ -384,7 +384,7 @@ Walk walk_over(std::initializer_list<const TensorView*> images) {
     planar = planar && pixels_collapse(*t) && (one_pixel || pixel_stride(*t) == 1);
     channels_last = channels_last && pixels_collapse(*t) && (one_channel || t->strides[1] == 1);
   }
-  // One pixel is both: then its channels lie together.
+  // An image of one pixel is both. Then its channels are contiguous.
   if (channels_last && (one_pixel || !planar)) return Walk::channels_last;
   return planar ? Walk::planar : Walk::strided;
 }
@@ -393,8 +393,8 @@ Walk walk_over(std::initializer_list<const TensorView*> images) {
 struct Passes {
   Walk walk;
   Shape shape;
-  int lanes = 32;        // planar, strided: threads for a chunk
-  int columns = 0;       // channels-last: vectors of channels of a block
+  int lanes = 32;        // planar, strided: threads per chunk
+  int columns = 0;       // channels-last: vectors of channels per block
   int tiles = 0;         // channels-last: blocks side by side
   bool vectors = false;  // channels-last: 16 bytes at a time
 };
@@ -407,7 +407,7 @@ Passes plan_passes(const Context& context, std::initializer_list<const TensorVie
   Shape& s = p.shape;
   const Index vector = 16 / size_of(x.dtype);
   const Index wanted = Index{limits_of(context.device).multiprocessors} * 8;  // blocks, to fill it
-  // A chunk is short enough that no thread adds up so many values that rounding errors show.
+  // A chunk is short enough that rounding errors of a thread's sum stay small.
   constexpr Index kMostSteps = 512;
   if (p.walk == Walk::channels_last) {
     p.vectors = s.c % vector == 0;

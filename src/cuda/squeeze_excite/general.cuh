@@ -5,7 +5,7 @@
 
 namespace fusewise::cuda {
 
-/// Takes every call on every GPU.
+/// The generic fallback: takes every call on every GPU.
 void general_run(const Context& context, const SqueezeExciteForward& call);
 void general_run(const Context& context, const SqueezeExciteBackward& call);
 

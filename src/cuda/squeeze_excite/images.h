@@ -1,6 +1,6 @@
 #pragma once
 
-// What the kernels with 16-byte accesses ask of the images before they take a call.
+// Requirements on the images of the kernels with 16-byte accesses.
 
 #include <initializer_list>
 #include <string>
@@ -9,13 +9,14 @@
 
 namespace fusewise::cuda {
 
-/// Dense in the order N, H, W, C. One pixel is, in either layout.
+/// Dense in the order N, H, W, C. True for images of one pixel in either layout.
 bool is_channels_last(const TensorView& image);
-/// Whether the data start on 16 bytes.
+/// Whether the data is aligned to 16 bytes.
 bool is_aligned(const TensorView& tensor);
 
-/// Why such kernels cannot serve these images, as a sentence; empty where they can: not empty, no
-/// float64, all dense in one layout, on 16-byte boundaries, with 32-bit sizes.
+/// Why such kernels cannot take these images, as a sentence, or empty if they can. The images must
+/// not be empty or float64. They must all be dense in one layout, 16-byte aligned, and have 32-bit
+/// sizes.
 std::string dense_images_decline(std::initializer_list<const TensorView*> images);
 
 }  // namespace fusewise::cuda

@@ -8,8 +8,8 @@ template <int kThreads, int kVector>
 struct Planes {
   int count, pixels;
 
-  /// Threads of a group, a power of two: enough for a vector or two each, and all of the block's
-  /// busy with few planes.
+  /// Threads of a group, a power of two: enough that each has a vector or two, and that all threads
+  /// of the block are busy when there are few planes.
   __device__ int threads() const {
     int threads = 4;
     while (threads < 32 && threads * kVector * 2 <= pixels) threads *= 2;
@@ -17,7 +17,7 @@ struct Planes {
     return threads;
   }
 
-  /// body(plane, thread, threads) for this thread's planes.
+  /// Calls body(plane, thread, threads) for this thread's planes.
   template <typename Body>
   __device__ void each(Body body) const {
     const int group = threads();
@@ -26,7 +26,7 @@ struct Planes {
     }
   }
 
-  /// Sum over `threads` lanes that may be the only ones of their warp with a plane left.
+  /// Sum over `threads` lanes. Other lanes of the warp may have no plane left.
   static __device__ float sum(float value, int threads) {
     const unsigned one = threads == 32 ? ~0u : (1u << threads) - 1;
     const unsigned mine = one << (threadIdx.x % 32 / threads * threads);

@@ -1,9 +1,9 @@
-// Squeeze-and-Excitation in two kernels each way: one sums, one scales.
+// Squeeze-and-Excitation in two kernels each for forward and backward: one sums, one scales.
 // Memory: forward reads x twice and writes y; backward reads dy twice, x once and writes dx. The
-// second pass starts with what the first one read last, so it finds up to an L2's worth of it
-// there. Bound by memory bandwidth. The small products ride along: each block of the first pass
-// multiplies its channels' sums with its share of the first matrix, each of the second pass adds
-// the shares up and multiplies with its share of the second matrix.
+// second pass starts with the data that the first one read last, so up to the size of L2 of it is
+// still cached. Bound by memory bandwidth. The small GEMMs are fused into the passes: each block of
+// the first pass multiplies its channels' sums by its part of the first matrix. Each block of the
+// second pass adds these partial results and multiplies them by its part of the second matrix.
 
 #include "cuda/squeeze_excite/two_pass.cuh"
 
@@ -27,7 +27,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kAhead = 4;  // vectors of a thread that are on their way before they are used
+constexpr int kAhead = 4;  // vectors that a thread has in flight
 
 struct Arguments {
   const void* kept;   ///< the image that is scaled: x, in backward dy
@@ -39,7 +39,7 @@ struct Arguments {
   float* parts;                    ///< [n][blocks][c or r], from the first pass to the second
   int c, hw, r;
   int per_block;  ///< channels, pixels or planes
-  int blocks;     ///< of a sample
+  int blocks;     ///< per sample
   float inverse_hw;
   Activation activation;
   Gate gate;
@@ -77,7 +77,8 @@ struct Part {
     lane = threadIdx.x - strand * lanes;
   }
 
-  /// finish(channel, sum over the part's pixels of kept, or of kept * extra). Ends with a barrier.
+  /// Calls finish(channel, sum over the part's pixels of kept, or of kept * extra). Ends with a
+  /// barrier.
   template <bool kProduct, typename Finish>
   __device__ void sum(const T* kept, const T* extra, float* rows, float* scratch,
                       Finish finish) const {
@@ -112,7 +113,8 @@ struct Part {
       block_sum_rows(rows, max(planes().threads() / 32, 1), channels, scratch, finish);
     } else {
       float total[kVector] = {};
-      // In batches whose loads are all under way before the first is used, the last one too.
+      // In batches. All loads of a batch are issued before the first is used, also in the last
+      // batch.
       constexpr int kBatch = kProduct ? 4 : 8;
       for (int first = strand; first < end(); first += kBatch * strands) {
         Vector<T> v[kBatch], w[kProduct ? kBatch : 1];
@@ -142,8 +144,8 @@ struct Part {
     }
   }
 
-  /// out = kept * gate + offset, channel by channel. `ready` is called when the first vectors are
-  /// on their way; gate and offset are there when it returns.
+  /// out = kept * gate + offset, channel by channel. `ready` is called when the first loads have
+  /// been issued. When it returns, gate and offset are available.
   template <bool kOffset, typename Ready>
   __device__ void scale(const T* kept, T* out, const float* gate, const float* offset,
                         Ready ready) const {
@@ -202,13 +204,12 @@ struct Part {
   }
 
  private:
-  /// Channels-last: the end of this thread's pixels, and where its vector of a pixel lies.
+  /// Channels-last: the end of this thread's pixels, and the offset of its vector in a pixel.
   __device__ int end() const { return strand < strands ? pixels : 0; }
   __device__ long long place(int p) const { return static_cast<long long>(p) * c + lane * kVector; }
 
   __device__ Planes<kThreads, kVector> planes() const { return {channels, hw}; }
-  /// Visits a plane that may start anywhere: single elements up to a 16-byte boundary, then
-  /// vectors.
+  /// Visits a plane with any alignment: single elements up to a 16-byte boundary, then vectors.
   template <typename One, typename Many>
   __device__ void visit(const T* image, int plane, int thread, int threads, One one,
                         Many many) const {
@@ -223,10 +224,10 @@ struct Part {
   }
 };
 
-// The small products over a block's channels, weights from global memory.
+// The small GEMMs over a block's channels, with weights from global memory.
 
-/// finish(r, sum over channels of W1[r][c] * values[c]), a warp for each r; its first lane
-/// finishes.
+/// Calls finish(r, sum over channels of W1[r][c] * values[c]) in the first lane of a warp, with one
+/// warp per r.
 template <typename W, typename Finish>
 __device__ void rows_of_w1(const W* w1, int stride, const float* values, int r, int channels,
                            Finish finish) {
@@ -249,7 +250,7 @@ __device__ void rows_of_w1(const W* w1, int stride, const float* values, int r, 
   }
 }
 
-/// finish(r, sum over channels of W2[c][r] * values[c]). Ends with a barrier.
+/// Calls finish(r, sum over channels of W2[c][r] * values[c]). Ends with a barrier.
 template <typename W, typename Finish>
 __device__ void columns_of_w2(const W* w2, const float* values, int r, int channels, float* scratch,
                               Finish finish) {
@@ -266,7 +267,7 @@ __device__ void columns_of_w2(const W* w2, const float* values, int r, int chann
       finish);
 }
 
-/// finish(c, sum over r of W2[c][r] * values[r]): eight lanes for each channel. Ends with a
+/// Calls finish(c, sum over r of W2[c][r] * values[r]), with eight lanes per channel. Ends with a
 /// barrier.
 template <typename W, typename Finish>
 __device__ void rows_of_w2(const W* w2, const float* values, int r, int channels, Finish finish) {
@@ -287,7 +288,7 @@ __device__ void rows_of_w2(const W* w2, const float* values, int r, int channels
   __syncthreads();
 }
 
-/// finish(c, sum over r of W1[r][c] * values[r]). Ends with a barrier.
+/// Calls finish(c, sum over r of W1[r][c] * values[r]). Ends with a barrier.
 template <typename W, typename Finish>
 __device__ void columns_of_w1(const W* w1, int stride, const float* values, int r, int channels,
                               float* scratch, Finish finish) {
@@ -304,7 +305,7 @@ __device__ void columns_of_w1(const W* w1, int stride, const float* values, int 
       finish);
 }
 
-/// What both passes do with a part of a sample, beyond moving pixels.
+/// The work of both passes on a part of a sample, apart from moving pixels.
 template <typename T, typename W, Cut kCut, bool kBackward>
 struct Excitation {
   const Arguments& a;
@@ -319,7 +320,7 @@ struct Excitation {
     return static_cast<long long>(part.sample) * a.c + part.first_channel;
   }
 
-  /// From a channel's sum to what the first product takes: its mean; in backward dz2.
+  /// Converts a channel's sum to the first GEMM's input: the mean, or dz2 in backward.
   __device__ void take_sum(int c, float sum, bool write) const {
     if (kBackward) {
       const float dz2 = math::gate_gradient(a.gate, a.gates[channel_at() + c], sum);
@@ -331,7 +332,7 @@ struct Excitation {
       values[c] = mean;
     }
   }
-  /// finish(r, the part's share of the hidden layer).
+  /// Calls finish(r, the part's contribution to the hidden layer).
   template <typename Finish>
   __device__ void first_product(Finish finish) const {
     if constexpr (kBackward) {
@@ -352,7 +353,7 @@ struct Excitation {
       hidden[r] = math::activate(a.activation, z);
     }
   }
-  /// From the hidden layer to the gates; in backward to the offsets.
+  /// Computes the gates from the hidden layer; in backward, the offsets.
   __device__ void second_product() const {
     if constexpr (kBackward) {
       columns_of_w1(w1(), a.c, hidden, a.r, part.channels, scratch, [&](int c, float sum) {
@@ -398,7 +399,7 @@ __global__ void __launch_bounds__(kThreads) squeeze_kernel(const __grid_constant
   const int width = kCut == Cut::pixels ? a.c : a.r;
   float* out = a.parts + static_cast<long long>(blockIdx.x) * width;
   if constexpr (kCut != Cut::pixels) {
-    // The weights will be wanted as soon as the pixels are summed.
+    // The weights are needed as soon as the pixels are summed.
     if (!kBackward && threadIdx.x < a.r) {
       prefetch(excite.w1() + static_cast<long long>(threadIdx.x) * a.c);
     }
@@ -419,10 +420,10 @@ __global__ void __launch_bounds__(kThreads) squeeze_kernel(const __grid_constant
 template <typename T, typename W, Cut kCut, bool kBackward>
 __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(16) float shared[];
-  // Before its own wait, which is right only because the first pass overlaps nothing: all before
-  // that one is done.
+  // Called before this kernel's own wait. This is correct only because the first pass does not
+  // overlap its predecessor: everything before the first pass is done.
   allow_next_kernel();
-  // Backwards: what the first pass read last is in L2.
+  // In reverse order: what the first pass read last is in L2.
   const Part<T, kCut> part(a, gridDim.x - 1 - blockIdx.x);
   const auto excite = excitation<T, W, kCut, kBackward>(a, part, shared);
   const int width = kCut == Cut::pixels ? a.c : a.r;
@@ -452,7 +453,7 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__
 
 // ---- host
 
-/// Floats of shared memory of both passes; the first has its rows besides.
+/// Floats of shared memory that both passes need. The first pass needs its rows in addition.
 std::int64_t excitation_floats(std::int64_t channels, std::int64_t r) {
   return 3 * channels + r + std::max<std::int64_t>({kThreads, channels, r});
 }
@@ -488,7 +489,8 @@ void launch_for(const Context& context, const Call& call, Arguments a, TwoPassPl
   });
 }
 
-/// Fitted to a sweep on an H200. Blocks want rows of a burst or two, or some 32 KB of pixels.
+/// Fitted to a sweep on an H200. A block should have rows of a memory burst or two, or some 32 KB
+/// of pixels.
 TwoPassPlan plan_for(const Context& context, const TensorView& x) {
   const std::int64_t n = x.sizes[0], c = x.sizes[1], hw = x.sizes[2] * x.sizes[3];
   const std::int64_t bytes = size_of(x.dtype);
@@ -531,7 +533,7 @@ std::string declines(const Context& context, std::initializer_list<const TensorV
 }  // namespace
 
 std::string two_pass_yields(const TensorView& x) {
-  // Measured: 133 against 112 us for planes of 95 x 95 halves, 155 against 138 backward.
+  // Measured: 133 against 112 us for half-precision planes of 95 x 95, 155 against 138 backward.
   const std::int64_t plane = x.sizes[2] * x.sizes[3] * size_of(x.dtype);
   if (is_channels_last(x) || plane % 16 == 0 || plane < 4096) return {};
   return "general is faster where large planes do not start on 16-byte boundaries";

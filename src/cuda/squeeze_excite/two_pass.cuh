@@ -12,7 +12,7 @@ std::string two_pass_yields(const TensorView& x);
 void two_pass_run(const Context& context, const SqueezeExciteForward& call);
 void two_pass_run(const Context& context, const SqueezeExciteBackward& call);
 
-/// How a sample is cut into blocks.
+/// How a sample is split into blocks.
 enum class Cut {
   channels,  ///< channels-last, a block has a range of channels of every pixel
   pixels,    ///< channels-last, a block has a range of pixels with all channels
@@ -24,7 +24,7 @@ struct TwoPassPlan {
   int per_block;  ///< channels, pixels or planes
 };
 
-/// With a plan of one's own, for experiments.
+/// With an explicit plan, for experiments.
 void two_pass_run(const Context& context, const SqueezeExciteForward& call, TwoPassPlan plan);
 void two_pass_run(const Context& context, const SqueezeExciteBackward& call, TwoPassPlan plan);
 

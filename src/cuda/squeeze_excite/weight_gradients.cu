@@ -1,6 +1,6 @@
-// dW1 = dz1^T p, db1 = sum dz1, dW2 = dz2^T h, db2 = sum dz2, sums over the samples in order.
+// dW1 = dz1^T p, db1 = sum dz1, dW2 = dz2^T h, db2 = sum dz2, summed over the samples in order.
 // Memory: reads the [N, C] and [N, R] vectors, writes each gradient once; a few megabytes at most.
-// Bound by latency: a thread owns one channel and a few hidden units and walks over the samples.
+// Bound by latency: a thread has one channel and a few hidden units and loops over the samples.
 
 #include "common/math.h"
 #include "cuda/launch.cuh"
@@ -10,12 +10,12 @@
 namespace fusewise::cuda {
 namespace {
 
-constexpr int kChannels = 64;  // of a block
+constexpr int kChannels = 64;  // per block
 constexpr int kStrands = 4;    // threads that share a channel, each with every fourth sample
-constexpr int kHidden = 8;     // hidden units of a thread
+constexpr int kHidden = 8;     // hidden units per thread
 constexpr int kThreads = kChannels * kStrands;
-constexpr int kSamples = kThreads / kHidden;  // of a stage: a thread fetches one hidden unit of one
-constexpr int kMine = kSamples / kStrands;    // of them are a thread's
+constexpr int kSamples = kThreads / kHidden;  // per stage: a thread loads one unit of one sample
+constexpr int kMine = kSamples / kStrands;    // samples per thread
 
 template <typename A>
 struct Vectors {
@@ -29,21 +29,21 @@ __global__ void __launch_bounds__(kThreads)
     weight_gradients(Vectors<A> v, W* dw1, W* db1, W* dw2, W* db2) {
   __shared__ A dz1[kSamples][kHidden], h[kSamples][kHidden];
   __shared__ A parts[kStrands][2 * kHidden + 1][kChannels], bias_parts[kThreads / 32][kHidden];
-  // Channels fastest, so that the grid has one dimension and no limit of 65535.
+  // Channels vary fastest, so that the grid has one dimension and no limit of 65535.
   const long long tiles = (v.c + kChannels - 1) / kChannels;
   const long long row = blockIdx.x / tiles, column = blockIdx.x - row * tiles;
   const int lane = threadIdx.x % kChannels, strand = threadIdx.x / kChannels;
   const long long c = column * kChannels + lane, first = row * kHidden;
   const int fetched_sample = threadIdx.x / kHidden, fetched_unit = threadIdx.x % kHidden;
 
-  // dW1, dW2 and db2, in this order. Summed up by stages first, which keeps rounding errors small
-  // in large batches.
+  // dW1, dW2 and db2, in this order. Each stage is summed separately first, which keeps rounding
+  // errors small for large batches.
   A sums[2 * kHidden + 1] = {}, bias1 = 0;
   for (long long begin = 0; begin < v.n; begin += kSamples) {
     const int samples = static_cast<int>(min(static_cast<long long>(kSamples), v.n - begin));
     const bool fetches = fetched_sample < samples && first + fetched_unit < v.r;
     const long long hidden_at = (begin + fetched_sample) * v.r + first + fetched_unit;
-    // What forward saved is there before the kernel before this one is done.
+    // Forward's saved tensors can be read before the previous kernel is done.
     A pooled[kMine], dz2[kMine];
 #pragma unroll
     for (int j = 0; j < kMine; ++j) {

@@ -1,8 +1,8 @@
 #pragma once
 
-// The gradients of the weights, from the small vectors of every sample: a kernel that every
-// implementation of the backward ends with. It reads what forward saved before the kernel before it
-// is done: that one lets it start only when forward is.
+// The gradients of the weights, from the small vectors of every sample. Every backward
+// implementation ends with this kernel. It reads what forward saved before the previous kernel is
+// done. This is safe because the previous kernel lets it start only when forward is done.
 
 #include <optional>
 
@@ -12,10 +12,11 @@
 namespace fusewise::cuda {
 
 /// dz2 [N, C] and dz1 [N, R], the gradients before gate and activation, in the accumulation type.
-/// There for one call: the backward kernel fills them, `run` turns them into weight gradients.
+/// They last for one call: the backward kernel fills them, and `run` computes the weight gradients
+/// from them.
 class WeightGradientVectors {
  public:
-  /// Holds nothing where the call wants no weight gradient, unless `always`.
+  /// Empty if the call wants no weight gradient, unless `always`.
   WeightGradientVectors(const Context& context, const SqueezeExciteBackward& call,
                         bool always = false);
 
@@ -28,7 +29,7 @@ class WeightGradientVectors {
     return memory_ ? reinterpret_cast<A*>(memory_->data() + dz2_bytes_) : nullptr;
   }
 
-  /// Enqueues the kernel where the call wants any weight gradient.
+  /// Enqueues the kernel if the call wants any weight gradient.
   void run(const Context& context, const SqueezeExciteBackward& call) const;
 
  private:
