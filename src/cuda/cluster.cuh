@@ -1,12 +1,13 @@
 #pragma once
 
-// What the blocks of a cluster (Hopper and newer) tell each other through shared memory.
+// Communication between the blocks of a cluster (Hopper and newer) through shared memory.
 
 #include "cuda/copy_async.cuh"
 
 namespace fusewise::cuda {
 
-/// Says that this thread came here; `wait_for_cluster` waits until all of the cluster's have.
+/// Signals that this thread has arrived. `wait_for_cluster` waits until all threads of the cluster
+/// have.
 __device__ __forceinline__ void arrive_in_cluster() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
@@ -14,9 +15,9 @@ __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-/// Sends a value to the place of another block's shared memory that `mine` is of this block's, and
-/// tells its barrier, likewise, of the four bytes. No fence is needed, which would wait for all of
-/// this thread's stores.
+/// Writes a value to another block's shared memory, at the address that `mine` has in this block,
+/// and signals four bytes to the barrier at the corresponding address there. Needs no fence, which
+/// would wait for all stores of this thread.
 __device__ __forceinline__ void send_to_block(float* mine, ByteBarrier& barrier, int rank,
                                               float value) {
   asm volatile(

@@ -10,28 +10,29 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// A barrier in shared memory that completes when the bytes are there that it expects.
+/// A barrier in shared memory that completes when the expected number of bytes has arrived.
 class ByteBarrier {
  public:
   __device__ __forceinline__ void init(unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals)
                  : "memory");
   }
-  /// Once after init, before a barrier of the cluster, so that its other blocks see it.
+  /// Called once after init, before a cluster barrier, so that the other blocks of the cluster see
+  /// it.
   static __device__ __forceinline__ void publish() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  /// When nobody uses it any more; checkers of memory want it.
+  /// Called when nobody uses it any more. Memory checkers need this.
   __device__ __forceinline__ void invalidate() {
     asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
   }
-  /// Arrives, and says how many bytes the phase waits for.
+  /// Arrives, and sets how many bytes the phase waits for.
   __device__ __forceinline__ void expect(std::uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()),
                  "r"(bytes)
                  : "memory");
   }
-  /// Acquires at the scope of the cluster: its other blocks' stores complete the barrier.
+  /// Acquires at cluster scope, because stores of other blocks complete the barrier.
   __device__ __forceinline__ void wait(std::uint32_t parity) {
     asm volatile(
         "{\n"
@@ -49,27 +50,27 @@ class ByteBarrier {
   std::uint64_t state_;
 };
 
-/// 16 bytes by this thread.
+/// This thread copies 16 bytes.
 __device__ __forceinline__ void copy_vector(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
                "l"(global)
                : "memory");
 }
 
-/// 16 bytes by this thread, zeros where there is nothing to copy.
+/// This thread copies 16 bytes, or writes zeros if `real` is false.
 __device__ __forceinline__ void copy_vector_or_zeros(void* shared, const void* global, bool real) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(real ? 16 : 0)
                : "memory");
 }
 
-/// One float by this thread.
+/// This thread copies one float.
 __device__ __forceinline__ void copy_float(float* shared, const float* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
                : "memory");
 }
 
-/// Waits until all copies by this thread are there, for this thread.
+/// Waits until all copies of this thread have landed. They are then visible to this thread only.
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }

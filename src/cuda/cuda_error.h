@@ -1,6 +1,6 @@
 #pragma once
 
-// Every CUDA status is looked at; a bad one becomes an exception that says what was being done.
+// Every CUDA status is checked. A failure becomes an exception that says what was being done.
 
 #include <cuda_runtime_api.h>
 
@@ -10,12 +10,12 @@
 
 namespace fusewise::cuda {
 
-/// The GPU architectures of this build, as CMake has them: "90-real 90-virtual".
+/// The GPU architectures of this build, in CMake's notation: "90-real 90-virtual".
 const char* built_architectures();
 
 inline void check_cuda(cudaError_t status, const char* doing) {
   if (status == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // told here, it must not come up again in another's call
+  static_cast<void>(cudaGetLastError());  // clear the error so that later calls do not report it
   const std::string message =
       std::string("CUDA: ") + doing + " failed: " + cudaGetErrorString(status);
   if (status == cudaErrorMemoryAllocation) throw OutOfMemory(message);

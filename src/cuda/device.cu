@@ -1,5 +1,5 @@
-// What is asked of a GPU once: its limits, what its kernels may use. And its own memory pool, used
-// where the caller brings no allocator.
+// Properties queried once per GPU: its limits, and the resources that its kernels may use. Also the
+// memory pool, used if the caller passes no allocator.
 
 #include <algorithm>
 #include <array>
@@ -24,8 +24,8 @@ int attribute(cudaDeviceAttr which, int device) {
 
 __global__ void empty_kernel() {}
 
-/// Of the code built for this GPU: kernels for sm_80 that were translated for a newer one still
-/// leave out what __CUDA_ARCH__ left out.
+/// Capability of the code built for this GPU. Kernels for sm_80 that were JIT-compiled for a newer
+/// GPU still lack everything that __CUDA_ARCH__ excluded.
 int built_capability(int device) {
   const CurrentDevice current({DeviceType::cuda, device});
   cudaFuncAttributes built{};
@@ -60,7 +60,7 @@ CurrentDevice::CurrentDevice(Device device) {
 }
 
 CurrentDevice::~CurrentDevice() {
-  // Fails only where the context is gone already.
+  // Fails only if the context is gone already.
   if (before_ >= 0) static_cast<void>(cudaSetDevice(before_));
 }
 
@@ -88,7 +88,7 @@ void allow_all(const void* kernel, Device device) {
   if (limits.capability >= 90 &&
       cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
           cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // a GPU that has none; plans do without
+    static_cast<void>(cudaGetLastError());  // this GPU has no such clusters; plans do not need them
   }
   done.insert(key);
 }
@@ -101,7 +101,7 @@ void* allocate(const Context& context, std::size_t bytes) {
 }
 
 void deallocate(const Context& context, void* memory) noexcept {
-  // Fails only where the context is gone already, and the memory with it.
+  // Fails only if the context is gone already, and the memory with it.
   static_cast<void>(cudaFreeAsync(memory, static_cast<cudaStream_t>(context.stream)));
 }
 

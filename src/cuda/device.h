@@ -1,6 +1,6 @@
 #pragma once
 
-// What a launcher needs to know of the GPU, asked once per device and kept.
+// Properties of the GPU that launchers need, queried once per device and cached.
 
 #include "fusewise/tensor.h"
 
@@ -9,11 +9,11 @@ namespace fusewise::cuda {
 inline constexpr int kMaxDevices = 64;
 
 struct DeviceLimits {
-  int capability;           ///< 90 for sm_90; of the built code where that is older
+  int capability;           ///< 90 for sm_90; that of the built code if it is older
   int gpu_capability;       ///< of the GPU itself, which may be newer
   int multiprocessors;      ///< 132 on an H200
-  int shared_memory;        ///< bytes of one multiprocessor
-  int block_shared_memory;  ///< bytes that one block may have at the most
+  int shared_memory;        ///< bytes per SM
+  int block_shared_memory;  ///< most bytes per block
   std::int64_t l2_cache;    ///< bytes
 };
 

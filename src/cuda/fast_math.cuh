@@ -1,19 +1,19 @@
 #pragma once
 
-// Activations as exact as their result's type. In float32 and float64 they are those of
-// common/math.h; halves keep 11 bits at most, so that approximations good to some 1e-6 serve them,
-// which matters: exact ones take longer than the memory that they read.
+// Activations as accurate as the type of their result. In float32 and float64 they are those of
+// common/math.h. fp16 and bf16 keep at most 11 bits, so approximations with an error of some 1e-6
+// are enough. This matters: exact ones take longer than reading their operands from memory.
 
 #include "common/math.h"
 #include "cuda/vector.cuh"
 
 namespace fusewise::cuda {
 
-/// exp(-z^2 / 2), from which both the distribution and the density of a normal variable follow.
+/// exp(-z^2 / 2). Both the distribution and the density of a normal variable follow from it.
 __device__ __forceinline__ float fast_bell(float z) { return __expf(-0.5f * z * z); }
 
-/// P(x < z): a rational approximation of the tail, off by 1e-7 at the most (Abramowitz and Stegun,
-/// 7.1.26).
+/// P(x < z): a rational approximation of the tail with an error of at most 1e-7 (Abramowitz and
+/// Stegun, 7.1.26).
 __device__ __forceinline__ float fast_normal_cdf(float z, float bell) {
   const float t = __fdividef(1.0f, fmaf(0.3275911f * 0.70710678f, fabsf(z), 1.0f));
   float p = fmaf(1.061405429f, t, -1.453152027f);

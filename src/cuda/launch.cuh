@@ -1,6 +1,6 @@
 #pragma once
 
-// Launching kernels, one after another with as little between them as the GPU allows.
+// Launches kernels back to back, with as small a gap between them as the GPU allows.
 
 #include <cstdint>
 
@@ -16,16 +16,16 @@ struct Launch {
   std::int64_t blocks;
   int threads;
   std::size_t shared_bytes = 0;
-  /// Its blocks may start while the kernel before is at its end (Hopper and newer). Such a kernel
-  /// always calls wait_for_previous_kernel(), before it touches what others wrote or read, and
-  /// allow_next_kernel() only after that: then all before its predecessor is done, too.
+  /// Blocks may start while the previous kernel is still ending (Hopper and newer). Such a kernel
+  /// always calls wait_for_previous_kernel() before it touches memory that others wrote or read,
+  /// and allow_next_kernel() only after that. Then everything before its predecessor is done, too.
   bool overlaps_previous = false;
-  /// Blocks that share their memory (Hopper and newer); `blocks` is a multiple of it.
+  /// Blocks per cluster (Hopper and newer). `blocks` is a multiple of it.
   int cluster = 1;
 };
 
-/// Lets a kernel have all of a block's shared memory and the largest clusters; the GPU is asked
-/// once.
+/// Allows a kernel to use all shared memory of a block and the largest clusters. Sets this on the
+/// GPU only once.
 void allow_all(const void* kernel, Device device);
 
 template <typename... Parameters, typename... Arguments>
@@ -55,7 +55,7 @@ void launch_kernel(const Launch& launch, const char* what, void (*kernel)(Parame
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), what);
 }
 
-/// Lets the blocks of a kernel that overlaps this one start as soon as there is room.
+/// Allows the blocks of an overlapping next kernel to start as soon as there is room.
 __device__ __forceinline__ void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
@@ -71,7 +71,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 __device__ __forceinline__ void sleep_for(int nanoseconds) {
   long long now, end;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  // Bounded, in case the timer stands still.
+  // Bounded, in case the timer does not advance.
   end = now + nanoseconds;
   for (int i = 0; now < end && i <= nanoseconds / 50; ++i) {
     asm volatile("nanosleep.u32 100;");
@@ -79,7 +79,7 @@ __device__ __forceinline__ void sleep_for(int nanoseconds) {
   }
 }
 
-/// Brings the line of an address into L2.
+/// Prefetches the cache line of an address into L2.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }

@@ -4,7 +4,7 @@
 
 namespace fusewise::cuda {
 
-/// Sum over groups of `width` neighbouring lanes (a power of two, at most 32); every lane has it.
+/// Sum over groups of `width` neighbouring lanes (a power of two, at most 32). Every lane gets it.
 template <typename A>
 __device__ __forceinline__ A warp_sum(A value, int width = 32) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
@@ -13,8 +13,8 @@ __device__ __forceinline__ A warp_sum(A value, int width = 32) {
   return value;
 }
 
-/// Each of the values becomes its sum over a block of kThreads threads, in all of them. Once a
-/// kernel: nothing keeps a second call from overwriting what the first one still reads.
+/// Replaces each value by its sum over a block of kThreads threads, in all threads. Call it only
+/// once per kernel: nothing prevents a second call from overwriting what the first one still reads.
 template <int kThreads, int kCount, typename A>
 __device__ __forceinline__ void block_totals(A (&values)[kCount]) {
   __shared__ alignas(kCount * sizeof(A)) A parts[kThreads / 32][kCount];
@@ -32,8 +32,8 @@ __device__ __forceinline__ void block_totals(A (&values)[kCount]) {
   }
 }
 
-/// finish(k, sum over i < lanes of part(k, i), i) for k < width, by the whole block: `lanes`, a
-/// power of two, neighbouring lanes share a k, and each of them has the sum.
+/// Calls finish(k, sum over i < lanes of part(k, i), i) for k < width. Called by the whole block.
+/// `lanes` neighbouring lanes, a power of two, share a k, and each of them gets the sum.
 template <typename Part, typename Finish>
 __device__ __forceinline__ void sum_by_lanes(int width, int lanes, Part part, Finish finish) {
   const int shift = __ffs(lanes) - 1;
@@ -66,9 +66,10 @@ __device__ __forceinline__ void sum_rows_by_lanes(const float* rows, int count, 
       finish);
 }
 
-/// finish(k, sum over parts of part(i, k)) for k < width, by the whole block: as many threads as
-/// there are share a k. `part(i, parts, k)` adds what thread i of a k's `parts` threads has.
-/// `scratch` is shared memory for max(blockDim.x, width) values. Ends with a barrier.
+/// Calls finish(k, sum over i of part(i, parts, k)) for k < width. Called by the whole block. Up to
+/// most_parts threads share a k, if the block has that many. part(i, parts, k) returns the partial
+/// sum of thread i of the `parts` threads. `scratch` is shared memory for max(blockDim.x, width)
+/// values. Ends with a barrier.
 template <typename A, typename Part, typename Finish>
 __device__ __forceinline__ void block_sum(int most_parts, int width, A* scratch, Part part,
                                           Finish finish) {
@@ -86,7 +87,7 @@ __device__ __forceinline__ void block_sum(int most_parts, int width, A* scratch,
   __syncthreads();
 }
 
-/// finish(k, sum over `count` rows of rows[row * width + k]), rows in shared memory.
+/// Calls finish(k, sum over `count` rows of rows[row * width + k]) for rows in shared memory.
 template <typename A, typename Finish>
 __device__ __forceinline__ void block_sum_rows(const A* rows, int count, int width, A* scratch,
                                                Finish finish) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The one 16-byte vector that every kernel loads and stores, and conversions to and from the
+// The 16-byte vector that every kernel loads and stores, and conversions to and from the
 // accumulation type.
 
 #include <cuda_bf16.h>
@@ -18,7 +18,7 @@ template <>
 struct Accumulate<double> {
   using type = double;
 };
-/// float32 for everything but float64.
+/// float32 for every type except float64.
 template <typename T>
 using Accumulator = typename Accumulate<T>::type;
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ Vector<T> load_vector(const T* address) {
   return reinterpret_cast<const Vector<T>&>(bits);
 }
 
-/// For what this kernel does not read again: leaves no trace in L1.
+/// For data that this kernel does not read again: not cached in L1.
 template <typename T>
 __device__ __forceinline__ Vector<T> load_once(const T* address) {
   uint4 bits;
@@ -83,13 +83,13 @@ __device__ __forceinline__ void store_vector(T* address, const Vector<T>& vector
   *reinterpret_cast<uint4*>(address) = reinterpret_cast<const uint4&>(vector);
 }
 
-/// For what will not be read again soon: leaves L2 first.
+/// For data that will not be read again soon: evicted from L2 first.
 template <typename T>
 __device__ __forceinline__ void store_streaming(T* address, const Vector<T>& vector) {
   __stcs(reinterpret_cast<uint4*>(address), reinterpret_cast<const uint4&>(vector));
 }
 
-/// Calls `body` with a value of the device type that `dtype` stands for; float64 is not among them.
+/// Calls `body` with a value of the device type of `dtype`. float64 is not supported.
 template <typename Body>
 void dispatch_short_dtype(DType dtype, Body&& body) {
   if (dtype == DType::f32) return body(float{});
@@ -97,8 +97,8 @@ void dispatch_short_dtype(DType dtype, Body&& body) {
   if (dtype == DType::bf16) return body(__nv_bfloat16{});
 }
 
-/// body(T, W) with values of the device types of images and weights: W is T, or float beside
-/// halves.
+/// Calls body(T, W) with values of the device types of images and weights. W is T, or float if T is
+/// half precision.
 template <typename Body>
 void dispatch_short_dtypes(DType images, DType weights, Body&& body) {
   dispatch_short_dtype(images, [&]<typename T>(T) {
@@ -110,7 +110,7 @@ void dispatch_short_dtypes(DType images, DType weights, Body&& body) {
   });
 }
 
-/// Calls `body` with a value of the device type that `dtype` stands for.
+/// Calls `body` with a value of the device type of `dtype`.
 template <typename Body>
 void dispatch_dtype(DType dtype, Body&& body) {
   switch (dtype) {

@@ -1,13 +1,13 @@
 #pragma once
 
-// Products of a warpgroup, 128 threads and 64 rows, on Hopper's tensor cores: the right operand
-// lies in shared memory, the left one there or in registers, and the warps go on while the products
-// are made. Compiled for sm_90a only.
+// GEMMs of a warpgroup (128 threads, 64 rows) on Hopper's tensor cores. The right operand is in
+// shared memory, the left one there or in registers. They run asynchronously: the warps continue
+// meanwhile. Compiled for sm_90a only.
 //
-// A result's tile has 8 columns: of 16 rows of warp w, lane 4g + t has columns 2t and 2t + 1 in
-// rows g and g + 8. `d[4 j + 2 r + b]` is tile j, row g + 8 r, column 2t + b. Of a left operand in
-// registers, halves, lane 4g + t has the pairs of columns 2t and 8 + 2t; of float32, columns t and
-// 4 + t; row g first, then g + 8.
+// A tile of the result has 8 columns. Lane 4g + t of warp w has columns 2t and 2t + 1 in rows g and
+// g + 8 of the warp's 16 rows. `d[4 j + 2 r + b]` is tile j, row g + 8 r, column 2t + b. Of a left
+// operand in registers, lane 4g + t has the pairs of columns at 2t and 8 + 2t in half precision,
+// and columns t and 4 + t in float32; row g first, then g + 8.
 
 #include <cstdint>
 
@@ -15,34 +15,35 @@
 
 namespace fusewise::cuda {
 
-/// Before products that use registers which were written since the last ones.
+/// Needed before GEMMs that use registers written since the last GEMMs.
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-/// What was asked for since the last call belongs together.
+/// Combines all GEMMs issued since the last call into one group.
 __device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/// All but the last kPending groups are done.
+/// Waits until all but the last kPending groups are complete.
 template <int kPending = 0>
 __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-/// What this thread wrote to shared memory becomes visible to products after the next barrier.
+/// Makes this thread's writes to shared memory visible to GEMMs after the next barrier.
 __device__ __forceinline__ void show_to_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// How operands lie in shared memory: lines of 128 or 64 bytes, eight of them in a unit, in which
-/// 16 bytes lie where the line's number is xored into theirs; `stride` bytes from unit to unit.
+/// Layout of operands in shared memory: lines of 128 or 64 bytes, eight lines in a unit, `stride`
+/// bytes from unit to unit. Chunks of 16 bytes are swizzled: the line's number is xored into the
+/// chunk's.
 template <int kLineBytes, int kStride>
 struct OperandLayout {
   static_assert(kLineBytes == 128 || kLineBytes == 64);
   static constexpr unsigned kHigh = kStride >> 4 | (kLineBytes == 128 ? 1u : 2u) << 30;
 };
 
-/// An operand in shared memory, which begins at `memory`; `+ bytes` is one further on. Only the
-/// distance from `memory` differs between operands, and that is known to the compiler.
+/// An operand in the shared memory that begins at `memory`. `+ bytes` moves it by that distance.
+/// Operands differ only in their distance from `memory`, which the compiler knows.
 template <typename Layout>
 struct Operand {
   unsigned low;
@@ -65,7 +66,7 @@ struct Operand {
       how(d[22]), how(d[23]), how(d[24]), how(d[25]), how(d[26]), how(d[27]), how(d[28]),          \
       how(d[29]), how(d[30]), how(d[31])
 
-// With the left operand in registers; kTypes begins with the inner size.
+// With the left operand in registers. kTypes begins with the inner size.
 #define FUSEWISE_MULTIPLY_LEFT_32(kTypes, kTail, kAdds, how)                                 \
   asm volatile(                                                                              \
       "{\n.reg .pred adds;\n.reg .b64 right;\nsetp.ne.b32 adds, " kAdds                      \
@@ -116,8 +117,8 @@ struct Operand {
         : "r"(a.low), "n"(Left::kHigh), "r"(b.low), "n"(Right::kHigh));                        \
   }
 
-/// d = a b, or d += a b with kAdd: 64 rows by 8 of float32, cut to TF32, or 16 halves, times so
-/// many by 32 or 64 columns, whose lines are columns.
+/// d = a b, or d += a b with kAdd. a is 64 rows by 8 float32 values, truncated to TF32, or by 16
+/// half-precision values. b has that many rows and 32 or 64 columns, and its lines are columns.
 template <bool kAdd, int kSize, typename Layout>
 __device__ __forceinline__ void multiply_left(float, float (&d)[kSize], const unsigned (&a)[4],
                                               Operand<Layout> b) {
@@ -134,8 +135,8 @@ __device__ __forceinline__ void multiply_left(__nv_bfloat16, float (&d)[kSize],
   FUSEWISE_MULTIPLY_LEFT("k16.f32.bf16.bf16", ", 0")
 }
 
-/// d += a^T b over 8 rows of float32 or 16 of halves: both in shared memory, float32 with lines
-/// that are columns, halves with lines that are rows.
+/// d += a^T b over 8 rows in float32 or 16 rows in half precision. Both operands are in shared
+/// memory. Lines are columns in float32 and rows in half precision.
 template <int kSize, typename Left, typename Right>
 __device__ __forceinline__ void multiply_shared(float, float (&d)[kSize], Operand<Left> a,
                                                 Operand<Right> b) {
