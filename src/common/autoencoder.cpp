@@ -1,4 +1,4 @@
-// The autoencoder's description and front door.
+// Description and public functions of the autoencoder.
 
 #include "common/operators.h"
 
@@ -58,7 +58,7 @@ constexpr const char* kFlagNames[] = {"tf32"};
 constexpr OperatorFlag<F, B> kFlags[] = {{at<&F::tf32>, at<&B::tf32>}};
 constexpr const char* kOrder[] = {"encoder_weight", "basis"};
 
-/// Of weights that passed the checks.
+/// The weights have passed the checks.
 AutoencoderSizes sizes_of(const AutoencoderWeights& weights) {
   const TensorView &encoder = weights.encoder_weight, &basis = weights.basis;
   return {encoder.sizes[1], basis.sizes[1] / encoder.sizes[0], basis.sizes[0], encoder.sizes[0]};
@@ -98,7 +98,7 @@ AutoencoderWeights autoencoder_weights(const Safetensors& file) {
     weights.*weight = file.at(state);
   try {
     autoencoder_sizes(weights);
-  } catch (const Error& error) {  // says the name here; whoever has a file knows the other one
+  } catch (const Error& error) {  // it has our name; users of a file know the state dict's
     const std::string message = error.what();
     const std::string argument = message.substr(0, message.find(':'));
     for (const auto& [weight, name, state, shape] : kAutoencoderWeights) {

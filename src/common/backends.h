@@ -1,6 +1,6 @@
 #pragma once
 
-// GPU memory and the current GPU. Defined in src/cuda, or, in a build without CUDA, in no_cuda.cpp.
+// GPU memory and the current GPU. Defined in src/cuda, or in no_cuda.cpp for a build without CUDA.
 
 #include <cstddef>
 
@@ -11,8 +11,8 @@ namespace fusewise::cuda {
 void* allocate(const Context& context, std::size_t bytes);
 void deallocate(const Context& context, void* memory) noexcept;
 
-/// Makes a GPU the thread's current one, as launches want it, and the one before it again at its
-/// end. Nothing for a CPU.
+/// Makes a GPU the thread's current one, as launches require, and restores the previous one at the
+/// end. Does nothing for a CPU.
 class CurrentDevice {
  public:
   explicit CurrentDevice(Device device);

@@ -1,6 +1,6 @@
 #pragma once
 
-// One way to refuse an argument: check(condition, "what ", was, " expected").
+// The way to reject an argument: check(condition, "what ", was, " expected").
 
 #include <ostream>
 #include <span>
@@ -12,7 +12,7 @@
 
 namespace fusewise {
 
-// How messages show them. As parts of a message they cost nothing where the check holds.
+// How messages show these types. Formatting costs nothing if the check holds.
 inline std::ostream& operator<<(std::ostream& out, DType dtype) { return out << name_of(dtype); }
 inline std::ostream& operator<<(std::ostream& out, Device device) { return out << name_of(device); }
 inline std::ostream& operator<<(std::ostream& out, const TensorView& t) { return out << t.shape(); }
@@ -29,7 +29,7 @@ void check(bool condition, const Parts&... parts) {
   if (!condition) fail(parts...);
 }
 
-/// The message of a layer's error, with the layer's number in front.
+/// Adds the layer's number in front of the message of an error in `body`.
 template <typename Body>
 auto in_layer(std::size_t layer, const Body& body) {
   try {
@@ -51,13 +51,13 @@ inline std::string quoted(std::span<const char* const> names) {
   return text;
 }
 
-/// Where it is, and that there is something where sizes say so.
+/// Checks the device, and that there is data unless the tensor is empty.
 inline void check_device(const char* name, const TensorView& t, Device device) {
   check(t.data != nullptr || t.numel() == 0, name, ": has no data");
   check(t.device == device, name, ": expected a tensor on ", device, ", got one on ", t.device);
 }
 
-/// Row-major, without gaps.
+/// Row-major without gaps.
 inline bool is_dense(const TensorView& t) {
   std::int64_t stride = 1;
   for (int d = t.rank - 1; d >= 0; --d) {

@@ -23,7 +23,7 @@ void each_part(std::string_view text, std::string_view separator, const Body& bo
 
 bool is_digit(char letter) { return letter >= '0' && letter <= '9'; }
 
-/// One size as messages show it: "48" where all its letters are known, else "C" or "F * 48".
+/// One size as shown in messages: "48" if all its letters are known, otherwise "C" or "F * 48".
 std::string written_size(std::string_view size, const Sizes& sizes) {
   if (is_digit(size.front())) return std::string(size);
   if (size.back() == '*') return sizes.knows(size[0]) ? std::to_string(sizes[size[0]]) : "...";
@@ -57,8 +57,8 @@ std::string written_shape(const char* shape, const Sizes& sizes) {
   return text;
 }
 
-/// Whether a tensor has the shape that `at` points to, which is left behind it. Sizes with one
-/// unknown letter tell what that is.
+/// Whether a tensor has the shape that `at` points to. Moves `at` past that shape. A size with one
+/// unknown letter determines that letter.
 bool fits_one(const char*& at, const TensorView& t, Sizes& sizes) {
   bool fits = true;
   int d = 0;
@@ -128,7 +128,7 @@ std::string listed(const std::vector<std::string>& names) {
 
 bool contains(std::string_view text, char letter) { return text.find(letter) != text.npos; }
 
-/// " with C, H and W >= 1": of the unknown letters in a shape those that must not be 0.
+/// " with C, H and W >= 1": the unknown letters in a shape that must not be 0.
 std::string written_positive(std::string_view shape, const char* positive, const Sizes& sizes) {
   std::vector<std::string> letters;
   for (std::size_t i = 0; i < shape.size(); ++i) {
@@ -140,8 +140,8 @@ std::string written_positive(std::string_view shape, const char* positive, const
   return " with " + listed(letters) + " >= 1";
 }
 
-/// Sizes that a tensor does not have by itself are those of the one that it belongs to: a gradient
-/// to what it is the gradient of, others to the tensor that their shape names. Null where that is
+/// Sizes that a tensor does not determine itself come from a related tensor: for a gradient, the
+/// tensor that it is the gradient of; for others, the tensor that the shape names. Null if that is
 /// absent.
 const GivenTensor* model_of(const GivenTensor& given, std::span<const GivenTensor> all) {
   const std::string_view shape = given.rule->shape;
@@ -150,7 +150,7 @@ const GivenTensor* model_of(const GivenTensor& given, std::span<const GivenTenso
   return find(all, named ? shape : given.rule->name);
 }
 
-/// What is read may be the values that the bits stand for.
+/// An input may hold the values instead of their bits.
 bool are_bits(const GivenTensor& given) {
   return given.rule->type == Type::bits && (given.written || given.view->dtype == DType::u8);
 }
@@ -185,10 +185,10 @@ void check_shape(const OperatorRules& rules, const GivenTensor& given,
 
 bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
 
-/// That of sums and of what is computed between input and output.
+/// The type of sums and of intermediate results.
 DType wide_type(DType data) { return data == DType::f64 ? DType::f64 : DType::f32; }
 
-/// The types that a call has settled on, and which tensor said so.
+/// The types that a call uses, and which tensor determined them.
 class Types {
  public:
   void check_one(const GivenTensor& given) {
@@ -269,7 +269,7 @@ const char* text_of(Layout layout) {
   return "";
 }
 
-/// A gradient that comes in may have any strides.
+/// An incoming gradient may have any strides.
 void check_layout(const GivenTensor& given) {
   if (given.gradient && given.rule->role == Role::output) return;
   const char* expected = given.rule->layout == Layout::dense  ? "a dense tensor"
@@ -288,8 +288,8 @@ std::string listed_names(std::span<const GivenTensor> given, const Which& which)
   return listed(names);
 }
 
-/// Of outputs that belong to different values of a choice there is one; of what is saved all or
-/// nothing.
+/// Outputs for different values of a choice: exactly one must be present. Saved tensors: all or
+/// none.
 void check_presence(std::span<const GivenTensor> given) {
   const auto is_alternative = [](const GivenTensor& t) {
     return t.rule->role == Role::output && *t.rule->with != 0;

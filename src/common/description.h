@@ -1,8 +1,8 @@
 #pragma once
 
-// An operator's tensors, written down once: names, shapes, types. From this come the checks of
-// every call and, through its text, what torch's side knows: schemas, the memory of results, what a
-// tracer sees of them.
+// Describes an operator's tensors once: names, shapes, types. The checks of every call use it. Its
+// text form tells the torch bindings the schemas, how to allocate results, and what a tracer sees
+// of them.
 
 #include <array>
 #include <cstdint>
@@ -19,40 +19,40 @@ enum class Role : std::uint8_t {
   input,
   optional_input,
   output,
-  saved,           ///< written by forward, where backward will follow, and read by that
+  saved,           ///< written by forward if backward will follow, and read by backward
   optional_saved,  ///< the same, but backward works without it
 };
 
 enum class Type : std::uint8_t {
   data,        ///< floating, and the same for all of this kind
-  weight,      ///< that of the data, or float32 beside half data, and the same for all weights
-  statistics,  ///< float32; of float64 data float64
-  bits,        ///< uint8, a bit for each value of a row; backward reads the values as well
+  weight,      ///< the data's type, or float32 for half-precision data; the same for all weights
+  statistics,  ///< float32; float64 for float64 data
+  bits,        ///< uint8, a bit for each value of a row; backward also accepts the values
 };
 
 enum class Layout : std::uint8_t {
-  any,     ///< any strides; a result lies as the first tensor does
+  any,     ///< any strides; a result gets the layout of the first tensor
   dense,   ///< row-major
-  rows,    ///< a matrix whose rows are adjacent
-  matrix,  ///< a matrix whose rows or columns are adjacent
+  rows,    ///< a matrix with contiguous rows
+  matrix,  ///< a matrix with contiguous rows or columns
 };
 
 struct TensorRule {
   const char* name;
   Role role;
-  /// Sizes with a space between them, as "N C H W". A letter stands for the same number in all
-  /// tensors of a call, several letters for their product; a number is itself. " | " stands between
-  /// two shapes of which a tensor has one. A tensor's name: the same shape as that. "M* K" is any
-  /// number of dimensions in front of K, M their product; the core gets them as one.
+  /// Sizes separated by spaces, as in "N C H W". A letter is the same number in all tensors of a
+  /// call. Several letters are their product. A number is itself. " | " separates two alternative
+  /// shapes. The name of a tensor means the shape of that tensor. "M* K" is any number of
+  /// dimensions before K, and M is their product; the core gets them as one dimension.
   const char* shape;
   Type type;
   Layout layout;
-  /// The values of the operator's first choice that have this output or save this, with a space
-  /// between them; empty: all.
+  /// The values of the operator's first choice that have this output or save this tensor, separated
+  /// by spaces. Empty: all values.
   const char* with = "";
 };
 
-/// A word among the operator's arguments, and the words that it may be.
+/// A string argument of the operator, and the values that it may have.
 struct ChoiceRule {
   const char* name;
   std::span<const char* const> values;
@@ -60,13 +60,13 @@ struct ChoiceRule {
 
 struct OperatorRules {
   const char* name;
-  std::span<const TensorRule* const> tensors;  ///< inputs, outputs, then what is saved
+  std::span<const TensorRule* const> tensors;  ///< inputs, outputs, then saved tensors
   std::span<const ChoiceRule> choices = {};
   std::span<const char* const> flags = {};
-  /// Letters of sizes that are at least 1; the others may be 0.
+  /// Letters of the sizes that must be at least 1. The others may be 0.
   const char* positive = "";
-  /// The inputs, in the order in which their shapes are read, where that is not the order above. An
-  /// error names the first that does not fit those before it.
+  /// The inputs in the order in which their shapes are read, if that is not the order above. An
+  /// error names the first tensor that does not fit those before it.
   std::span<const char* const> order = {};
 };
 
@@ -74,12 +74,12 @@ struct OperatorRules {
 struct GivenTensor {
   const TensorRule* rule;
   const TensorView* view;
-  bool gradient;  ///< the gradient of what the rule describes; its name has a d in front
+  bool gradient;  ///< the gradient of the tensor in the rule; its name gets a "d" in front
   bool written;
   bool required;
 };
 
-/// What the letters of an operator's shapes stand for in one call.
+/// The values of the letters in an operator's shapes, for one call.
 class Sizes {
  public:
   std::int64_t operator[](char letter) const { return values_[letter - 'A']; }
@@ -89,7 +89,7 @@ class Sizes {
     known_ |= 1u << (letter - 'A');
   }
 
-  /// Which letters are known, a bit for each; and to forget the others again.
+  /// The known letters as a bit mask, and a way to forget all others.
   std::uint32_t known() const { return known_; }
   void forget_all_but(std::uint32_t known) { known_ = known; }
 
@@ -98,43 +98,43 @@ class Sizes {
   std::uint32_t known_ = 0;
 };
 
-/// Throws Error, which names the first tensor that is missing, on another device, or of a shape,
-/// type or layout that the rules do not allow.
+/// Throws Error that names the first tensor that is missing, on another device, or of a shape, type
+/// or layout that the rules do not allow.
 Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> given, Device device);
 
-/// Throws Error where the word is none of those that a choice has; returns its place among them.
+/// Throws Error if the choice has no such value. Otherwise returns the value's index.
 std::size_t check_choice(const ChoiceRule& choice, std::string_view word);
 
-/// Throws Error for a tensor that no rule has with this value of the first choice.
+/// Throws Error for a tensor that no rule allows with this value of the first choice.
 [[noreturn]] void fail_unexpected(const OperatorRules& rules, const GivenTensor& given,
                                   std::string_view word);
 
-/// Whether a shape has any number of leading dimensions.
+/// Whether a shape allows any number of leading dimensions.
 inline bool has_leading(const char* shape) { return shape[0] != 0 && shape[1] == '*'; }
 
-/// Whether strides are those of a layout; of those for matrices, a matrix's.
+/// Whether the strides match a layout. For matrix layouts, `t` must be a matrix.
 bool lies_as(Layout layout, const TensorView& t);
 
-/// Whether a tensor is there with this value of the first choice; an empty one is any.
+/// Whether a tensor exists with this value of the first choice. An empty `word` matches any.
 bool is_with(const TensorRule& rule, std::string_view word);
 
-/// What a tensor that is not there yet will be, in the first of its shapes: dense, without data.
-/// `data` and `weight` are the types that the call's inputs have.
+/// The view that a tensor not yet allocated will have, in the first of its shapes: dense, without
+/// data. `data` and `weight` are the types of the call's inputs.
 TensorView foreseen(const TensorRule& rule, const Sizes& sizes, DType data, DType weight,
                     Device device);
 
-/// Throws Error where an output may overlap another tensor of the call.
+/// Throws Error if an output may overlap another tensor of the call.
 void check_memory(std::span<const GivenTensor> given);
 
 /// What backward does with a tensor.
 struct BackwardUse {
-  bool read = false;            ///< whether it reads it,
-  const char* only_for = "";    ///< and for the gradient of which tensor alone, where it does so
+  bool read = false;            ///< whether backward reads it
+  const char* only_for = "";    ///< the tensor for whose gradient alone it is read, if any
   bool differentiable = false;  ///< whether it has a gradient
 };
 
-/// The rules as text for torch's side: a line for each tensor, choice and flag, fields separated by
-/// tabs.
+/// The rules as text for the torch bindings: one line per tensor, choice and flag, with fields
+/// separated by tabs.
 std::string text_of(const OperatorRules& rules, std::span<const BackwardUse> uses);
 
 }  // namespace fusewise

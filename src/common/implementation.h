@@ -12,15 +12,15 @@
 
 namespace fusewise {
 
-/// `Call` is the operator's public argument struct. Calls that arrive here passed all checks.
+/// `Call` is the operator's public argument struct. Calls have passed all checks by now.
 template <typename Call>
 struct Implementation {
   const char* name;
-  /// Why this call is declined, as a sentence; empty where it is taken.
+  /// Why it cannot take this call, as a sentence. Empty if it can.
   std::string (*declines)(const Context&, const Call&);
   void (*run)(const Context&, const Call&);
-  /// Why another one is faster, as a sentence; empty where none is. Null: it never is. Who forces
-  /// an implementation gets it all the same.
+  /// Why another one is faster, as a sentence. Empty if none is. Null: none ever is. A caller can
+  /// still force this implementation.
   std::string (*yields)(const Context&, const Call&) = nullptr;
 };
 
@@ -37,7 +37,7 @@ Candidate candidate(const Implementation<Call>& entry, const Context& context, c
   return result;
 }
 
-/// Every entry with its reason, the chosen one marked. Throws where nothing can be chosen.
+/// Every entry with its reason, the chosen one marked. Throws if nothing can be chosen.
 template <typename Call>
 Candidates candidates(Implementations<Call> list, const Context& context, const Call& call) {
   Candidates result;
@@ -71,7 +71,7 @@ void run_chosen(Implementations<Call> list, const Context& context, const Call& 
       return entry.run(context, call);
     }
   }
-  candidates(list, context, call);  // throws, with every reason
+  candidates(list, context, call);  // throws, and lists every reason
 }
 
 }  // namespace fusewise

@@ -1,4 +1,4 @@
-// Linear + activation's description and front door.
+// Description and public functions of linear + activation.
 
 #include "common/operators.h"
 

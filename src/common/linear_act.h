@@ -9,7 +9,7 @@ namespace fusewise {
 
 extern const Operator<LinearActForward, LinearActBackward> kLinearAct;
 
-/// dz = dy * act' as GEMMs read it, with adjacent rows or columns.
+/// dz = dy * act' in a form that GEMMs can read, with contiguous rows or columns.
 class Dz {
  public:
   Dz(const Context& context, const LinearActBackward& call)
@@ -25,7 +25,7 @@ class Dz {
     }
   }
   const TensorView& view() const { return view_; }
-  /// Where it must be written before it is read; absent where that is not needed.
+  /// Where dz must be written before it is read. Absent if dz is not needed or is dy itself.
   TensorView output() const { return is_read_ && !is_dy_ ? view_ : TensorView(); }
 
  private:

@@ -6,15 +6,15 @@
 
 namespace fusewise {
 
-/// A map of bounded size: adding to a full one drops the least recently used entry. Not
-/// synchronised.
+/// A map of bounded size. Adding to a full map drops the least recently used entry. Not
+/// thread-safe.
 template <typename Key, typename Value, typename Hash = std::hash<Key>>
 class LruMap {
  public:
   explicit LruMap(std::size_t capacity) : capacity_(capacity) {}
 
-  /// The value, which becomes the most recently used one; null where there is none. Valid until the
-  /// next add().
+  /// Returns the value and marks it as most recently used, or null if there is none. The pointer is
+  /// valid until the next add().
   Value* find(const Key& key) {
     const auto found = index_.find(key);
     if (found == index_.end()) return nullptr;
@@ -22,7 +22,7 @@ class LruMap {
     return &found->second->second;
   }
 
-  /// Adds an entry and returns the value that the key has then: an older one stays.
+  /// Adds an entry and returns the key's value. If the key already has a value, that one stays.
   Value& add(const Key& key, Value value) {
     if (Value* older = find(key)) return *older;
     if (entries_.size() == capacity_) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// Pointwise functions shared by host and device code. `A` is the accumulation type.
-// All of them let NaN through, as torch does.
+// Pointwise functions shared by host and device code. `A` is the accumulation type. All of them
+// propagate NaN, as torch does.
 
 #include <cmath>
 
@@ -15,7 +15,7 @@
 
 namespace fusewise::math {
 
-// expf and not a fast approximation: the result is exact to the last bits of float32.
+// expf, not a fast approximation: the result is accurate to the last bits of float32.
 FUSEWISE_HOST_DEVICE inline float exp(float z) { return ::expf(z); }
 FUSEWISE_HOST_DEVICE inline double exp(double z) { return ::exp(z); }
 
@@ -53,9 +53,9 @@ FUSEWISE_HOST_DEVICE inline A activate(A z) {
   return z;
 }
 
-/// The gradient before the activation, from the one behind it. relu and hardswish select and do not
-/// multiply, as torch: where they are closed, not even NaN comes through. hardswish has the slope 0
-/// at -3, 1 at 3, and 1 where z is NaN.
+/// The gradient before the activation, from the gradient after it. relu and hardswish select
+/// instead of multiplying, as in torch: where they are closed, even NaN does not pass. hardswish
+/// has slope 0 at -3, 1 at 3, and 1 if z is NaN.
 template <Activation kKind, typename A>
 FUSEWISE_HOST_DEVICE inline A activation_gradient(A z, A gradient) {
   if constexpr (kKind == Activation::relu) return z <= A(0) ? A(0) : gradient;
@@ -69,8 +69,8 @@ FUSEWISE_HOST_DEVICE inline A activation_gradient(A z, A gradient) {
     return gradient * (cdf + z * density);
   }
   if constexpr (kKind == Activation::gelu_tanh) {
-    // With s = sigmoid(2u), 1 - tanh(u)^2 is 4 s (1 - s), which the exponential of -2|u| gives with
-    // no cancellation where tanh(u) is almost 1.
+    // With s = sigmoid(2u), 1 - tanh(u)^2 is 4 s (1 - s). Computing it from the exponential of
+    // -2|u| avoids cancellation when tanh(u) is almost 1.
     const A u = gelu_argument(z), e = exp(u < A(0) ? A(2) * u : A(-2) * u);
     const A larger = A(1) / (A(1) + e), smaller = e * larger;
     const A slope = A(0.79788456080286536) * (A(1) + A(3 * 0.044715) * z * z);
@@ -83,7 +83,8 @@ FUSEWISE_HOST_DEVICE inline A activation_gradient(A z, A gradient) {
   return gradient;
 }
 
-/// For callers that know the function only at run time: one of kSqueezeExciteActivations.
+/// For callers that know the function only at run time. It must be one of
+/// kSqueezeExciteActivations.
 template <typename A>
 FUSEWISE_HOST_DEVICE inline A activate(Activation kind, A z) {
   if (kind == Activation::relu) return activate<Activation::relu>(z);
@@ -104,8 +105,8 @@ FUSEWISE_HOST_DEVICE inline A open_gate(Gate kind, A z) {
   return clamp_to_6(z + A(3)) / A(6);
 }
 
-/// The gradient before the gate, from the one behind it and the gate's value g, which forward keeps
-/// in place of z. hardsigmoid selects, as relu does.
+/// The gradient before the gate, from the gradient after it and the gate's value g, which forward
+/// saves instead of z. hardsigmoid selects, as relu does.
 template <typename A>
 FUSEWISE_HOST_DEVICE inline A gate_gradient(Gate kind, A g, A gradient) {
   if (kind == Gate::sigmoid) return gradient * (g * (A(1) - g));

@@ -1,6 +1,6 @@
 #pragma once
 
-// A matrix as libraries of products take it: rows adjacent, or transposed.
+// A matrix in the form that GEMM libraries take: contiguous rows, or transposed.
 
 #include <algorithm>
 #include <utility>
@@ -11,7 +11,7 @@ namespace fusewise {
 
 struct Matrix {
   void* data = nullptr;
-  /// Elements from one row to the next; of the transposed one where `transposed`.
+  /// Elements from one row to the next, of the transposed matrix if `transposed`.
   std::int64_t stride = 0;
   bool transposed = false;
 };
@@ -34,11 +34,11 @@ inline TensorView transposed(TensorView t) {
   return t;
 }
 
-/// Of a view that has adjacent rows or columns.
+/// The view must have contiguous rows or columns.
 inline Matrix matrix_of(const TensorView& t) {
   const bool transposed = !has_adjacent_rows(t);
   const std::int64_t across = t.sizes[transposed ? 0 : 1], along = t.sizes[transposed ? 1 : 0];
-  // A stride that is never taken may be anything; libraries want one that makes sense.
+  // A stride that is never used may have any value, but libraries require a valid one.
   const std::int64_t stride = along <= 1 ? across : t.strides[transposed ? 1 : 0];
   return {t.data, std::max<std::int64_t>(stride, 1), transposed};
 }

@@ -1,4 +1,4 @@
-// The stack of linear maps: one after the other forward, and back again.
+// The stack of linear layers: in order for forward, in reverse for backward.
 
 #include "fusewise/mlp.h"
 
@@ -87,10 +87,10 @@ class ForwardSteps {
   std::vector<Step<LinearActForward>> steps_;
 };
 
-/// Which layers have work to do: from `first` up. Nothing below it wants a gradient.
+/// The layers that have work to do: from `first` up. No layer below it wants a gradient.
 struct Reach {
   std::size_t first;
-  std::int64_t even = 0, odd = 0;  // bytes of the largest dx of layers with such numbers
+  std::int64_t even = 0, odd = 0;  // bytes of the largest dx of layers with even and odd numbers
 
   explicit Reach(const MlpBackward& call) : first(call.dx.defined() ? 0 : call.layers.size()) {
     for (std::size_t i = 0; i < call.layers.size(); ++i) {
@@ -146,7 +146,7 @@ class BackwardSteps {
   std::vector<Step<LinearActBackward>> steps_;
 };
 
-/// Layers that are not neighbours may have their y in the same memory; all else is apart.
+/// The y of non-adjacent layers may share memory. No other outputs may overlap.
 void check_memory(const MlpForward& call) {
   const int layers = static_cast<int>(call.layers.size());
   std::vector<Argument> inputs{{"x", call.x}}, outputs, kept;
@@ -183,7 +183,7 @@ template <typename Steps, typename Call>
 void run(const Context& context, const Call& call) {
   const Steps steps(context, call);
   check_memory(call);
-  // A forced implementation that declines any layer is an error before anything is written.
+  // If the forced implementation declines any layer, throw before anything is written.
   if (!call.implementation.empty()) explain_each(context, steps.get(), call.layers.size());
   run_each(context, steps.get());
 }

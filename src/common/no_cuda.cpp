@@ -1,4 +1,4 @@
-// The CUDA half of a build without CUDA: nothing to allocate, nothing to choose from.
+// Stubs for a build without CUDA: nothing to allocate, no implementations to choose from.
 
 #include "common/operators.h"
 

@@ -1,7 +1,8 @@
 #pragma once
 
-// An operator: its rules, where its tensors lie in the structs of forward and backward, and who
-// computes it. Every public function of an operator is `run` or `explain` at the end.
+// An operator: its rules, where its tensors are in the structs of forward and backward, and its
+// implementations. Every public function of an operator is `run` or `explain`, at the end of this
+// file.
 
 #include "common/backends.h"
 #include "common/description.h"
@@ -9,7 +10,7 @@
 
 namespace fusewise {
 
-/// A tensor of a call.
+/// Accessor of one tensor of a call.
 template <typename Call>
 using Member = TensorView& (*)(Call&);
 
@@ -28,13 +29,14 @@ inline constexpr auto at = &member_at<decltype(class_of(kFirst)), kFirst, kRest.
 template <typename Forward, typename Backward>
 struct OperatorTensor : TensorRule {
   Member<Forward> forward;
-  Member<Backward> backward = nullptr;  ///< null where backward does not read it
-  Member<Backward> gradient = nullptr;  ///< null where there is none
-  /// The gradient that backward reads it for; where that is not wanted, it may be absent.
+  Member<Backward> backward = nullptr;  ///< null if backward does not read it
+  Member<Backward> gradient = nullptr;  ///< null if there is none
+  /// Set if backward reads the tensor only for this gradient. If the gradient is not wanted, the
+  /// tensor may be absent.
   Member<Backward> only_for = nullptr;
 };
 
-/// The rules of a list of tensors, as OperatorRules refers to them.
+/// The rules of a list of tensors, in the form that OperatorRules refers to.
 template <typename F, typename B, std::size_t kCount>
 constexpr std::array<const TensorRule*, kCount> rules_of(
     const std::array<OperatorTensor<F, B>, kCount>& tensors) {
@@ -43,7 +45,7 @@ constexpr std::array<const TensorRule*, kCount> rules_of(
   return rules;
 }
 
-/// The names of a list of enum values, as ChoiceRule refers to them.
+/// The names of a list of enum values, in the form that ChoiceRule refers to.
 template <const auto& kValues>
 inline constexpr auto kNames = [] {
   std::array<const char*, std::size(kValues)> names;
@@ -51,10 +53,10 @@ inline constexpr auto kNames = [] {
   return names;
 }();
 
-/// A word among the arguments. The structs have it as an enum.
+/// A string among the arguments with a fixed set of values. In the structs it is an enum.
 template <typename Forward, typename Backward>
 struct OperatorChoice {
-  void (*set_forward)(Forward&, std::size_t value);  ///< by its place among the words
+  void (*set_forward)(Forward&, std::size_t value);  ///< `value`: index among the choice's names
   void (*set_backward)(Backward&, std::size_t value);
   const char* (*forward)(const Forward&);
   const char* (*backward)(const Backward&);
@@ -65,7 +67,7 @@ struct OperatorChoice {
   const char* word(const Backward& call) const { return backward(call); }
 };
 
-/// The choice among `kValues` that the structs have in these members.
+/// The choice among `kValues` that these members of the structs hold.
 template <const auto& kValues, auto kForward, auto kBackward>
 constexpr auto choice_in() {
   using F = decltype(class_of(kForward));
@@ -113,17 +115,17 @@ inline bool is_saved(const TensorRule& rule) {
   return rule.role == Role::saved || rule.role == Role::optional_saved;
 }
 
-/// The value of the first choice in a call; empty where the structs do not have it.
+/// The name of the first choice's value in a call. Empty if the structs do not have it.
 template <typename F, typename B, typename Call>
 std::string_view first_word(const Operator<F, B>& op, const Call& call) {
   return op.choices.empty() ? std::string_view() : op.choices[0].word(call);
 }
 
-/// The tensors of a call with their rules, in a fixed room. Those that say the sizes come first:
-/// what is read, then what is written.
+/// The tensors of a call with their rules, in fixed storage. First the tensors that determine the
+/// sizes, which are those that are read; then those that are written.
 class GivenTensors {
  public:
-  /// Among the inputs of backward is the gradient that comes in.
+  /// The inputs of backward include the incoming gradient.
   enum class Which { all, inputs };
 
   template <typename F, typename B>
@@ -165,7 +167,7 @@ class GivenTensors {
   operator std::span<const GivenTensor>() const { return {given_.data(), count_}; }
 
  private:
-  /// Whether backward may compute in the memory of the gradient that comes in.
+  /// Whether backward may use the memory of the incoming gradient for its own computation.
   template <typename B>
   static bool overwrites_gradient(const B& call) {
     if constexpr (requires { call.overwrite_dy; }) {
@@ -184,7 +186,8 @@ class GivenTensors {
     given_[count_++] = given;
   }
 
-  /// Rules for different values of a choice may share a tensor.
+  /// No error if another rule accepts the tensor: rules for different values of a choice may share
+  /// one.
   void refuse_unexpected(const OperatorRules& rules, std::string_view word) const {
     if (unexpected_.view == nullptr) return;
     for (std::size_t i = 0; i < count_; ++i) {
@@ -196,10 +199,10 @@ class GivenTensors {
   static constexpr std::size_t kMost = 40;
   std::array<GivenTensor, kMost> given_;
   std::size_t count_ = 0;
-  GivenTensor unexpected_{};  // the last tensor that is there without a rule for this call
+  GivenTensor unexpected_{};  // the last tensor that was passed without a rule for this call
 };
 
-/// Throws Error where a call breaks the rules in anything but the memory of its outputs.
+/// Throws Error if a call breaks any rule except those about the memory of its outputs.
 template <typename F, typename B, typename Call>
 void check_call(const Operator<F, B>& op, Device device, const Call& call) {
   for (std::size_t i = 0; i < op.choices.size(); ++i) {

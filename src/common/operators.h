@@ -1,14 +1,14 @@
 #pragma once
 
-// Every operator of the library, once. From this list come the declarations below, their stand-ins
-// in a build without CUDA, torch's operators and the names in Python's `fusewise.implementation`.
+// The list of all operators. From it come the declarations below, their stubs in a build without
+// CUDA, torch's operators and the names in Python's `fusewise.implementation`.
 
 #include "common/operator.h"
 #include "fusewise/autoencoder.h"
 #include "fusewise/linear_act.h"
 #include "fusewise/squeeze_excite.h"
 
-/// each(foo, Foo): its structs are FooForward and FooBackward, its description is kFoo, and each
+/// each(foo, Foo): the structs are FooForward and FooBackward, the description is kFoo, and each
 /// backend has the lists foo_forward() and foo_backward().
 #define FUSEWISE_EACH_OPERATOR(each) \
   each(autoencoder, Autoencoder);    \
@@ -28,7 +28,7 @@ FUSEWISE_EACH_OPERATOR(FUSEWISE_DECLARE)
 namespace cpu {
 FUSEWISE_EACH_OPERATOR(FUSEWISE_DECLARE)
 }
-/// Defined in src/cuda, or, in a build without CUDA, in no_cuda.cpp.
+/// Defined in src/cuda, or in no_cuda.cpp for a build without CUDA.
 namespace cuda {
 FUSEWISE_EACH_OPERATOR(FUSEWISE_DECLARE)
 }

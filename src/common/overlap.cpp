@@ -9,7 +9,8 @@
 namespace fusewise {
 namespace {
 
-/// The addresses from a tensor's first byte to behind its last. That is all that most need.
+/// The addresses from a tensor's first byte to one past its last. For most tensors this check is
+/// enough.
 struct Range {
   std::uintptr_t begin, end;
 
@@ -29,17 +30,17 @@ struct Range {
 };
 
 struct Axis {
-  std::int64_t stride, size;  // the stride in bytes, above or equal to 0
+  std::int64_t stride, size;  // the stride is in bytes and not negative
 };
 
-/// A tensor's axes of more than one element, from the largest stride down, and how many bytes it
-/// reaches over.
+/// A tensor's axes with more than one element, in order of decreasing stride, and the number of
+/// bytes that it spans.
 struct Layout {
-  std::int64_t bytes, extent;  // of an element, of the whole
+  std::int64_t bytes, extent;  // of an element, of the whole tensor
   std::array<Axis, TensorView::kMaxRank> axes;
   int rank = 0;
 
-  /// Of a tensor that is not empty.
+  /// The tensor must not be empty.
   explicit Layout(const TensorView& t) : bytes(size_of(t.dtype)), extent(bytes) {
     for (int d = 0; d < t.rank; ++d) {
       if (t.sizes[d] == 1) continue;
@@ -52,7 +53,8 @@ struct Layout {
   }
 };
 
-/// Whether `a` from its axis d on, at 0, may share a byte with `b` from its axis d on, at `delta`.
+/// Whether `a` from axis d on, at offset 0, may share a byte with `b` from axis d on, at offset
+/// `delta`.
 bool meet(const Layout& a, std::int64_t extent_a, const Layout& b, std::int64_t extent_b, int d,
           std::int64_t delta) {
   if (delta >= extent_a || -delta >= extent_b) return false;
@@ -61,7 +63,8 @@ bool meet(const Layout& a, std::int64_t extent_a, const Layout& b, std::int64_t 
   const std::int64_t last_a = a.axes[d].size - 1, last_b = b.axes[d].size - 1;
   const std::int64_t inner_a = extent_a - last_a * stride, inner_b = extent_b - last_b * stride;
   if (inner_a > stride || inner_b > stride) return true;
-  // Row i of a and row j of b are as far apart as i - j says; only two differences come near.
+  // The distance between row i of a and row j of b depends on i - j only. For at most two values of
+  // i - j the rows are near enough to overlap.
   const std::int64_t nearest = delta / stride - (delta % stride < 0);
   for (const std::int64_t rows : {nearest, nearest + 1}) {
     if (rows < -last_b || rows > last_a) continue;

@@ -1,6 +1,7 @@
 #pragma once
 
-// Outputs have memory of their own: the one place that holds them against inputs and each other.
+// Outputs must have memory of their own. This is the only place that checks them against inputs and
+// each other.
 
 #include <span>
 
@@ -8,23 +9,23 @@
 
 namespace fusewise {
 
-/// A tensor of a call, and how messages name it.
+/// A tensor of a call and its name in messages.
 struct Argument {
   const char* name;
   const TensorView& view;
-  int layer = -1;  // of a stack: its number is part of the name
+  int layer = -1;  // in a stack: its number becomes part of the name
 };
 
-/// Whether two elements of a tensor may share memory: a stride, from the smallest on, does not
-/// reach over what the smaller ones cover.
+/// Whether two elements of a tensor may share memory: going up from the smallest stride, some
+/// stride is smaller than the span of the smaller ones.
 bool may_overlap_itself(const TensorView& t);
 
-/// Whether elements of both may share memory. Exact where the ranges of addresses are disjoint or
-/// the strides agree, as those of two slices of one tensor do; otherwise interleaved tensors count
-/// as overlapping.
+/// Whether elements of both may share memory. Exact if the address ranges are disjoint or the
+/// strides are equal, as for two slices of one tensor. Otherwise interleaved tensors count as
+/// overlapping.
 bool may_overlap(const TensorView& a, const TensorView& b);
 
-/// Throws Error where an output may overlap itself, another output or an input. Absent tensors are
+/// Throws Error if an output may overlap itself, another output or an input. Absent tensors are
 /// skipped.
 void check_outputs(std::span<const Argument> outputs, std::span<const Argument> inputs);
 

@@ -1,5 +1,5 @@
-// The .safetensors reader. What comes from the file is not trusted: nothing is added, multiplied or
-// followed before it is known to stay inside.
+// The .safetensors reader. The file is not trusted: no number from it is added, multiplied or used
+// as an offset before it is known to be in range.
 
 #include "fusewise/safetensors.h"
 
@@ -28,23 +28,23 @@ constexpr Type kTypes[] = {{"F32", 4}, {"F64", 8}, {"F16", 2},  {"BF16", 2},    
 
 constexpr std::uint64_t kLargest = std::numeric_limits<std::int64_t>::max();
 
-/// a * b, or false where that does not fit an int64.
+/// a * b, or false if that does not fit an int64.
 bool multiply(std::uint64_t a, std::uint64_t b, std::uint64_t& product) {
   if (b != 0 && a > kLargest / b) return false;
   product = a * b;
   return true;
 }
 
-/// The header's JSON, as far as the format allows any: objects of texts, numbers and lists.
+/// The header's JSON, as far as the format uses it: objects of strings, numbers and lists.
 class Json {
  public:
   explicit Json(std::string_view text) : text_(text) {}
 
-  /// member(name) for every member of an object; names may come once.
+  /// Calls member(name) for every member of an object. Duplicate names are an error.
   template <typename Member>
   void object(const Member& member) {
     expect('{');
-    // A tree, not a hash table: its cost has a bound that no choice of names can break.
+    // A tree, not a hash table: no choice of names can make it slow.
     std::set<std::string> seen;
     if (skip('}')) return;
     do {
@@ -94,7 +94,7 @@ class Json {
     }
   }
 
-  /// Nothing but spaces, with which writers align the data.
+  /// Only spaces may follow: writers use them to align the data.
   void end() {
     space();
     check(at_ == text_.size(), "header: something follows its end, at byte ", at_);
@@ -160,7 +160,7 @@ class Json {
   std::size_t at_ = 0;
 };
 
-/// A tensor as the header tells of it, held against the data's length.
+/// A tensor as described in the header, checked against the length of the data.
 struct Told {
   std::string name, dtype;
   std::vector<std::int64_t> shape;
@@ -200,7 +200,7 @@ Told read_tensor(Json& json, const std::string& name, std::uint64_t data_bytes) 
   told.end = offsets[1];
   check(told.begin <= told.end && told.end <= data_bytes, "'", name, "': data_offsets [",
         told.begin, ", ", told.end, "] do not lie in the ", data_bytes, " bytes of data");
-  // A size of 0 must not hide an overflow of the others: strides are their product.
+  // A size of 0 must not hide an overflow of the others: strides are their products.
   std::uint64_t bytes = type->bytes;
   bool empty = false;
   for (const std::int64_t size : told.shape) {
@@ -268,7 +268,7 @@ void Safetensors::read(std::span<const std::byte> file) {
   check(covered == data.size(), "the tensors cover ", covered, " of ", data.size(),
         " bytes of data");
 
-  // Each to an aligned place of its own: in the file they may lie anywhere.
+  // Copy each to an aligned address: in the file they may start anywhere.
   data_.resize(needed);
   std::size_t next = 0;
   for (Told& told : tensors) {

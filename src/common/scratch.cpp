@@ -22,9 +22,9 @@ void deallocate_aligned(void* memory) { ::operator delete(memory, std::align_val
 
 #else
 
-// Aligned by hand: malloc has small blocks ready, its aligned functions search for them. The block
-// that malloc gave is noted in front of the memory, at least 16 bytes behind its start. A sanitizer
-// would not see who writes beyond the end.
+// Aligned by hand, because malloc has small blocks ready but its aligned functions search for them.
+// The memory starts at least 16 bytes into the block, and the block's address is stored just before
+// it. Not used with a sanitizer, which would not detect writes past the end.
 
 void* allocate_aligned(std::size_t bytes) {
   void* const block = ::operator new(bytes + kAlignment, std::nothrow);

@@ -1,19 +1,19 @@
 #pragma once
 
-// Scratch memory of one call, given back when it goes out of scope.
+// Scratch memory of one call, freed when it goes out of scope.
 
 #include "fusewise/context.h"
 
 namespace fusewise {
 
-/// The allocator used where a context names none: the heap, or the device's memory pool.
-/// The CUDA one is bound to the context's stream.
+/// The allocator for contexts without their own: the heap, or the device's memory pool. The CUDA
+/// one is ordered by the context's stream.
 void* allocate(const Context& context, std::size_t bytes);
 void deallocate(const Context& context, void* memory) noexcept;
 
-/// Asks for large pages under new memory of the heap: the page faults of small ones cost more than
-/// the arithmetic. For nothing but memory so large that malloc has mapped it on its own, because
-/// then the hint ends with it.
+/// Asks for large pages for new heap memory: the page faults of small ones cost more than the
+/// arithmetic. Only for blocks so large that malloc maps them separately. Then the hint ends when
+/// the block is freed.
 void prefer_large_pages(void* memory, std::int64_t bytes);
 
 template <typename T>

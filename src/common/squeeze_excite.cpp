@@ -1,4 +1,4 @@
-// Squeeze-and-Excitation's description and front door.
+// Description and public functions of Squeeze-and-Excitation.
 
 #include "common/operators.h"
 

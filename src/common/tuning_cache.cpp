@@ -19,7 +19,8 @@ namespace {
 constexpr char kHeader[] = "fusewise choices 1";
 constexpr std::uintmax_t kMostBytes = 16 << 20;
 
-/// FNV-1a: against damage, not against malice; what is read is checked again where it is used.
+/// FNV-1a: protects against damage, not against malice. Values are validated again where they are
+/// used.
 std::string checksum(const std::string& text) {
   std::uint64_t hash = 0xcbf29ce484222325;
   for (const unsigned char c : text) hash = (hash ^ c) * 0x100000001b3;
@@ -28,17 +29,17 @@ std::string checksum(const std::string& text) {
   return digits;
 }
 
-/// Held while one process reads, adds and writes. The lock is a file of its own, as the other one
-/// is replaced as a whole.
+/// Held while one process reads, adds and writes. The lock is a separate file, because the cache
+/// file itself is replaced as a whole.
 class Lock {
  public:
   explicit Lock(const std::filesystem::path& path)
       : file_(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)) {
-    // Whoever holds it needs milliseconds. Not for ever: a child of a process that held it while it
-    // forked may hold it as long as it lives.
+    // A holder needs only milliseconds. But do not wait for ever: if a process forks while it holds
+    // the lock, its child may hold it for as long as it lives.
     for (int i = 0; file_ >= 0 && !held_ && i < 100; ++i) {
       held_ = ::flock(file_, LOCK_EX | LOCK_NB) == 0;
-      if (!held_ && errno != EWOULDBLOCK && errno != EINTR) break;  // this folder has no locks
+      if (!held_ && errno != EWOULDBLOCK && errno != EINTR) break;  // no locks in this folder
       if (!held_) ::usleep(10'000);
     }
   }
@@ -55,7 +56,7 @@ class Lock {
   bool held_ = false;
 };
 
-/// Both lists. Of a key that stands in both, the added entry stays.
+/// Both lists. If both have a key, the added entry wins.
 TuningCache::Entries merged(TuningCache::Entries entries, const TuningCache::Entries& added) {
   std::unordered_set<std::string> replaced;
   for (const auto& [key, value] : added) replaced.insert(key);
@@ -87,7 +88,7 @@ TuningCache::Entries TuningCache::read(std::string& problem) const {
   if (path_.empty()) return {};
   std::error_code error;
   const std::uintmax_t bytes = std::filesystem::file_size(path_, error);
-  if (error) return {};  // not there, or no file: nobody has measured anything yet
+  if (error) return {};  // no such file: nothing was measured yet
   const auto damaged = [&](const std::string& what) {
     problem = path_.string() + ": " + what + "; it is ignored, and written anew";
     return Entries();
