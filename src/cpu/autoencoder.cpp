@@ -1,7 +1,7 @@
-// The autoencoder on the CPU: which rows run where, and how sums over rows come together.
-// Forward: every thread takes blocks of rows as they come. Backward: rows are cut into groups that
-// depend on their number alone, each with sums of its own, which are added in the groups' order; so
-// nothing depends on the threads. What bounds it: arithmetic.
+// The autoencoder on the CPU: distributes rows over threads and combines sums over rows.
+// Forward: every thread takes the next block of rows. Backward: rows are split into groups. The
+// split depends on the number of rows only. Each group has its own sums, which are added in the
+// order of the groups, so results do not depend on the threads. Bound by arithmetic.
 
 #include <algorithm>
 #include <array>
@@ -31,11 +31,11 @@ using autoencoder::Sums;
 using autoencoder::Tensors;
 
 // Chosen by measurement on two Zen 4 cores with 1 MB of L2 each.
-constexpr Index kGroupRows = 64;   // at least so many, or adding the sums costs too much
+constexpr Index kGroupRows = 64;   // fewer rows would make adding the sums too expensive
 constexpr Index kGroups = 32;      // at most
-constexpr Index kFewestRows = 16;  // of a group, where there are only two
+constexpr Index kFewestRows = 16;  // in a group, if there are only two groups
 
-/// Memory that a thread keeps from call to call, so that none is allocated but the result.
+/// Memory that a thread reuses from call to call, so that only the result is allocated.
 template <typename A>
 class Kept {
  public:
@@ -61,9 +61,9 @@ class Kept {
   Index size_ = 0;
 };
 
-/// What a thread keeps, taken out of its place for a while. While a loop of this call waits, an
-/// executor may run another call on the same thread: that one finds the place empty and makes its
-/// own.
+/// A thread's cached object, moved out of its slot while in use. While a loop of this call waits,
+/// an executor may run another call on the same thread. That call finds the slot empty and creates
+/// its own.
 template <typename T>
 class Taken {
  public:
@@ -107,8 +107,8 @@ Sizes sizes_of(const AutoencoderWeights& weights) {
   return {weights.encoder_weight.sizes[1], weights.basis.sizes[1] / slice, latent, slice};
 }
 
-/// What a thread made of the weights it saw last: they are often the same from call to call. To
-/// compare them costs a fiftieth of folding the decoder, and nobody has to say when they change.
+/// What a thread computed from the weights it saw last, which are often the same from call to call.
+/// Comparing the weights costs a fiftieth of folding the decoder, and nobody has to report changes.
 template <typename A>
 struct Folding {
   Kept<A> memory, widened;
@@ -142,7 +142,7 @@ struct Folding {
   }
 
  private:
-  /// The weights themselves, or where they are halves the same in float32.
+  /// The weights themselves, or float32 copies if they are half precision.
   template <typename W>
   void read(const Kernels<W>& kernels, const AutoencoderWeights& weights, Model<A>& model) {
     const std::array<Index, kWeights> count = counts(weights);
@@ -165,7 +165,7 @@ struct Folding {
   }
 };
 
-/// Kept for each instruction set by itself, as their sums differ in the last bits.
+/// Cached per instruction set, because sums differ in the last bits.
 template <typename A, const KernelSet& kKernels>
 std::unique_ptr<Folding<A>>& folding() {
   thread_local std::unique_ptr<Folding<A>> kept;
@@ -197,7 +197,7 @@ Outputs<T, S> outputs_of(const TensorView& y, const TensorView& latent, const Te
   return out;
 }
 
-// Both ways. -------------------------------------------------------------------------------------
+// Forward and backward. --------------------------------------------------------------------------
 
 template <typename T, typename W, const KernelSet& kSet>
 struct Forward {
@@ -207,7 +207,7 @@ struct Forward {
                   const Kernels<W>& weight_kernels) {
     const Index rows = call.x.sizes[0];
     const Index together = kernels.rows;
-    // Half blocks where whole ones would leave a thread without work.
+    // Use half blocks if whole ones would leave a thread idle.
     const Index all = threads(context);
     const Index step = rows < all * together ? together / 2 : together;
     const Index workers = std::clamp<Index>((rows + step - 1) / step, rows > 0 ? 1 : 0, all);
@@ -233,7 +233,7 @@ template <typename T, typename W, const KernelSet& kSet>
 struct Backward {
   using A = AccumulatorOf<T>;
 
-  /// Where the sums of a group lie in its memory, and what is wanted at all.
+  /// Offsets of a group's sums in its memory, and which sums are wanted.
   struct Layout {
     std::array<Index, kWeights> offset{}, count{};
     std::array<bool, kWeights> wanted{};
@@ -254,7 +254,8 @@ struct Backward {
       const bool decodes = !call.dlatent.defined();
       folded_wanted = decodes && (wanted[kBasis] || wanted[kDecoder]);
       summed_ = wanted;
-      // The norm needs the encoder's sums, and the encoder's weight that of its bias.
+      // The norm's gradients need the encoder's sums, and the encoder's weight needs the sum for
+      // its bias.
       summed_[2] = wanted[2] || wanted[0];
       summed_[3] = wanted[3] || wanted[1] || summed_[2];
       for (std::size_t i = 0; i < kWeights; ++i) {
@@ -339,11 +340,11 @@ struct Backward {
     if (groups > 1)
       parallel_for(context, 2, finish);
     else
-      finish(0, 2);  // few rows, for which no other thread was woken so far
+      finish(0, 2);  // few rows: no other thread has been woken so far
   }
 };
 
-// The list. --------------------------------------------------------------------------------------
+// The list of implementations. -------------------------------------------------------------------
 
 template <template <typename, typename, const KernelSet&> class Direction, const KernelSet& kSet,
           typename Call>
@@ -361,7 +362,7 @@ void run(const Context& context, const Call& call) {
       if (same) return Direction<BF16, BF16, kSet>::run(context, call, kSet.bf16, kSet.bf16);
       return Direction<BF16, float, kSet>::run(context, call, kSet.bf16, kSet.f32);
     case DType::u8:
-      return;  // refused before
+      return;  // rejected earlier
   }
 }
 

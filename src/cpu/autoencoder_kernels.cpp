@@ -1,9 +1,9 @@
-// The autoencoder's inner loops: the whole model for a block of rows, each way.
-// Lanes are rows and activations lie as [feature][row], so that norms, activations and products all
-// go straight down and weights are read as they lie, one value for all lanes. x and y cross memory
-// once, the weights come from the caches for every block. Bound by arithmetic.
+// The autoencoder's inner loops: the whole model for a block of rows, forward and backward.
+// Lanes are rows, and activations are stored as [feature][row]. So norms, activations and GEMMs
+// need no operation across lanes, and a weight is read in memory order and broadcast to all lanes.
+// x and y cross memory once; the weights come from the caches for every block. Bound by arithmetic.
 
-// Compiled once for each instruction set, with the rule of cpu/vector.h.
+// Compiled once per instruction set, under the rule of cpu/vector.h.
 
 #include "cpu/autoencoder_kernels.h"
 
@@ -21,8 +21,8 @@ using autoencoder::Strided;
 using autoencoder::Sums;
 using autoencoder::Tensors;
 
-constexpr int kVectors = 2;                  // of rows in a full block
-constexpr int kTile = kBytes == 64 ? 8 : 4;  // times two vectors: what the registers hold
+constexpr int kVectors = 2;                  // vectors of rows in a full block
+constexpr int kTile = kBytes == 64 ? 8 : 4;  // times two vectors: as many as the registers hold
 
 template <typename A>
 using VectorOf = typename Memory<A>::V;
@@ -31,7 +31,8 @@ using MaskOf = decltype(VectorOf<A>{} == VectorOf<A>{});
 template <typename A, int kVecs>
 constexpr Index kRows = kVecs * Memory<A>::kLanes;
 
-/// x in every lane. Minus zero, because plus zero would cost an addition: -0 + 0 is not -0.
+/// x in every lane. Subtracts zero: the compiler can drop x - 0, but not x + 0, because -0 + 0 is
+/// not -0.
 template <typename V, typename E>
 V broadcast(E x) {
   return x - V{};
@@ -48,7 +49,7 @@ F64 square_root(F64 x) {
 constexpr Index smaller(Index a, Index b) { return a < b ? a : b; }
 constexpr Index larger(Index a, Index b) { return a > b ? a : b; }
 
-// Between rows in memory and lanes. --------------------------------------------------------------
+// Conversion between rows in memory and lanes. ----------------------------------------------------
 
 template <int... kLane>
 struct Lanes {};
@@ -62,8 +63,8 @@ template <int kStep, typename V, int... kLane>
   a = low;
 }
 
-/// A square of lanes by lanes values: blocks beside the diagonal change places, ever larger ones.
-/// Inlined, so that they stay in registers.
+/// Transposes a square of lanes by lanes values: swaps the blocks beside the diagonal, with
+/// doubling block sizes. Inlined, so that the values stay in registers.
 template <typename A, int kStep = 1>
 [[gnu::always_inline]] inline void transpose(VectorOf<A> (&v)[Memory<A>::kLanes]) {
   constexpr int kLanes = Memory<A>::kLanes;
@@ -75,8 +76,9 @@ template <typename A, int kStep = 1>
   }
 }
 
-/// store(i, row i of the transposed square) from load(i). Unrolled, as `transpose` is inlined: a
-/// square that is indexed by a variable lives in memory, and that costs as much as the rest.
+/// Calls store(i, row i of the transposed square), with the square from load(i). Unrolled, and
+/// `transpose` is inlined: a square indexed by a variable would be in memory, and that costs as
+/// much as the rest.
 template <typename A, typename Load, typename Store>
 [[gnu::always_inline]] inline void transpose_square(const Load& load, const Store& store) {
   constexpr int kLanes = Memory<A>::kLanes;
@@ -88,7 +90,7 @@ template <typename A, typename Load, typename Store>
   for (int i = 0; i < kLanes; ++i) store(i, tile[i]);
 }
 
-/// `width` elements, `step` apart.
+/// Loads `width` elements with a stride of `step`.
 template <typename T>
 typename Memory<T>::V load_row(const T* from, Index step, Index width) {
   using M = Memory<T>;
@@ -106,7 +108,7 @@ void store_row(T* to, Index step, Index width, typename Memory<T>::V value) {
   for (Index i = 0; i < width; ++i) to[i * step] = elements[i];
 }
 
-/// One frame of `count` rows as [feature][row]; rows behind them are zero.
+/// Loads one frame of `count` rows as [feature][row]. Rows past `count` are zero.
 template <int kVecs, typename T, typename A = AccumulatorOf<T>>
 void load_lanes(const Strided<const T>& from, Index row, Index count, Index frame, Index features,
                 A* out) {
@@ -133,7 +135,7 @@ void load_lanes(const Strided<const T>& from, Index row, Index count, Index fram
   }
 }
 
-/// The way back, for the first `count` rows.
+/// The inverse of load_lanes, for the first `count` rows.
 template <int kVecs, typename T, typename A = AccumulatorOf<T>>
 void store_lanes(const A* in, Index features, const Strided<T>& to, Index row, Index count,
                  Index frame) {
@@ -160,9 +162,9 @@ void store_lanes(const A* in, Index features, const Strided<T>& to, Index row, I
   }
 }
 
-// Products. --------------------------------------------------------------------------------------
+// GEMMs. -----------------------------------------------------------------------------------------
 
-/// What a product starts from.
+/// Initial value of a GEMM's accumulators.
 enum class From { zero, bias, sums };
 
 template <From kFrom, int kVecs, int kOutputs, typename A>
@@ -191,7 +193,7 @@ void multiply_tile(const A* weights, Index output_step, Index input_step, Index 
   }
 }
 
-/// A matrix of weights: the one of output n and input k lies at n * output + k * input.
+/// A weight matrix. The weight of output n and input k is at n * output + k * input.
 template <typename A>
 struct Matrix {
   const A* weights;
@@ -228,7 +230,7 @@ void multiply_onto(const Matrix<A>& matrix, Index outputs, Index inputs, const A
   multiply<From::sums, kVecs>(matrix, outputs, inputs, static_cast<const A*>(nullptr), in, out);
 }
 
-/// `width` columns: `whole` vectors, or where that is 0 a part of one.
+/// `width` columns: kWhole whole vectors, or part of one vector if kWhole is 0.
 template <int kOutputs, int kWhole, typename A>
 void outer_tile(const A* a, Index a_n, Index a_row, const A* b, Index b_row, Index width,
                 Index rows, A* out, Index out_n) {
@@ -294,7 +296,7 @@ __attribute__((noinline)) void outer(const A* a, Index a_n, Index a_row, Index o
 
 // Pointwise and norms, all on [feature][row]. -----------------------------------------------------
 
-/// f(feature, place of the vector) for every vector.
+/// Calls f(feature, offset of the vector) for every vector.
 template <typename A, int kVecs, typename F>
 void each(Index features, const F& f) {
   for (Index i = 0; i < features; ++i) {
@@ -302,7 +304,7 @@ void each(Index features, const F& f) {
   }
 }
 
-/// The sum over features of term(place of the vector), for every row.
+/// The sum over features of term(offset of the vector), for every row.
 template <typename A, typename F>
 VectorOf<A> add_features(Index features, Index step, const F& term) {
   VectorOf<A> sums[4] = {};  // enough to hide the latency of an addition
@@ -314,7 +316,7 @@ VectorOf<A> add_features(Index features, Index step, const F& term) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-/// x := (x - mean) / sqrt(variance + eps); what it was divided by goes to `scales`, inverted.
+/// x := (x - mean) / sqrt(variance + eps). The inverse of the divisor goes to `scales`.
 template <int kVecs, typename A>
 void normalise(A* x, Index features, A* scales) {
   using M = Memory<A>;
@@ -335,8 +337,8 @@ void normalise(A* x, Index features, A* scales) {
   }
 }
 
-/// The gradient before a norm, from that behind it, `gradient`, in place: the affine part's weight
-/// times it, less what the mean and the variance take.
+/// The gradient before a norm, from the gradient after it, `gradient`, in place: multiplied by the
+/// affine weight, minus the contributions of the mean and the variance.
 template <int kVecs, typename A>
 void normalise_gradient(A* gradient, const A* weight, const A* normalised, Index features,
                         const A* scales) {
@@ -378,7 +380,7 @@ void scale_features(const A* in, const A* factors, Index features, A* out) {
   });
 }
 
-/// x := GELU(x), and GELU'(x) to `slopes` unless that is null.
+/// x := GELU(x). Writes GELU'(x) to `slopes` unless null.
 template <int kVecs, typename A>
 void gelu(A* x, Index features, A* slopes) {
   using M = Memory<A>;
@@ -399,7 +401,7 @@ void add_rows(const A* a, const A* b, Index features, Index count, A* sums) {
     VectorOf<A> sum{};
     for (Index first = 0; first < count; first += M::kLanes) {
       const Index place = i * kRows<A, kVecs> + first, here = count - first;
-      // Nothing of the lanes behind: with infinite weights they would not be zero.
+      // Ignore the lanes past `count`: with infinite weights they would not be zero.
       const auto load = [&](const A* from) {
         return here >= M::kLanes ? M::load(from) : M::load(from, here);
       };
@@ -409,7 +411,7 @@ void add_rows(const A* a, const A* b, Index features, Index count, A* sums) {
   }
 }
 
-/// Which rows have an infinity.
+/// Which rows contain an infinity.
 template <typename A, int kVecs>
 struct Infinite {
   bool rows[kRows<A, kVecs>] = {};
@@ -436,10 +438,9 @@ struct Infinite {
   }
 };
 
-// The way that is not folded, for a single row: infinities meet as they do in torch.
-// ---------------
+// Without folding, for a single row: infinities combine as in torch. ------------------------------
 
-/// r_f of a row from its z, which lies at steps of `step`.
+/// r_f of a row from its z, which has a stride of `step`.
 template <typename A>
 void expand_row(const Model<A>& model, Index frame, const A* z, Index step, A* r) {
   const Index width = model.sizes.frames * model.sizes.slice;
@@ -453,7 +454,7 @@ void expand_row(const Model<A>& model, Index frame, const A* z, Index step, A* r
   }
 }
 
-/// y_f of a row; `r`: S elements of scratch.
+/// y_f of a row. `r`: S elements of scratch memory.
 template <typename A>
 void decode_row(const Model<A>& model, Index frame, const A* z, Index step, A* r, A* y) {
   expand_row(model, frame, z, step, r);
@@ -466,7 +467,8 @@ void decode_row(const Model<A>& model, Index frame, const A* z, Index step, A* r
   }
 }
 
-/// Adds a row's frame to dz, and to the sums of decoder and basis. `r`: 2 S elements of scratch.
+/// Adds a row's frame to dz and to the sums of decoder and basis. `r`: 2 S elements of scratch
+/// memory.
 template <typename A>
 void decode_row_gradient(const Model<A>& model, Index frame, const A* z, const A* dy, Index step,
                          A* r, A* dz, const Sums<A>& sums) {
@@ -492,10 +494,10 @@ void decode_row_gradient(const Model<A>& model, Index frame, const A* z, const A
   }
 }
 
-// The whole model for a block of rows.
-// -------------------------------------------------------------
+// The whole model for a block of rows. -----------------------------------------------------------
 
-/// Parts of the scratch, each at a whole cache line; without memory it only counts.
+/// Allocates parts of the scratch memory, each starting on a cache line. Without memory it only
+/// counts.
 template <typename A>
 struct Taker {
   A* memory;
@@ -508,12 +510,12 @@ struct Taker {
   }
 };
 
-/// What forward leaves behind: z, and for backward what it passed. A step of 0 between frames:
-/// nothing of them is kept.
+/// Results of forward: z, and the intermediate results for backward. A step of 0 between frames
+/// means that per-frame results are not saved.
 template <typename A>
 struct Passed {
   bool keep;
-  A *input, *hidden;                        // [max(M, S)][rows] each, of the frame at hand
+  A *input, *hidden;                        // [max(M, S)][rows] each, of the current frame
   A *normalised, *scales, *slopes, *coded;  // by frame; `coded` is [row][S]
   A *mid_normalised, *mid_scale, *mid_input, *mid_slopes, *z;
 };
@@ -541,7 +543,8 @@ Passed<A> take_passed(const Sizes& size, bool keep, Taker<A>& take) {
   return p;
 }
 
-/// From x to z. The projection is `known`, or computed and, where there is a place for it, `kept`.
+/// From x to z. If `known` is given, it is the projection. Otherwise the projection is computed,
+/// and written to `kept` unless null.
 template <int kVecs, typename T, typename A = AccumulatorOf<T>>
 void encode_block(const Model<A>& model, const Strided<const T>& x, const A* known, A* kept,
                   Index row, Index count, const Passed<A>& p) {
@@ -585,7 +588,7 @@ void encode_block(const Model<A>& model, const Strided<const T>& x, const A* kno
   gelu<kVecs>(p.z, size.latent, p.mid_slopes);
 }
 
-/// y_f of the block; `r`: S elements of scratch for rows that are not folded.
+/// y_f of the block. `r`: S elements of scratch memory for rows that are not folded.
 template <int kVecs, typename A>
 void decode_block(const Model<A>& model, Index frame, const A* z,
                   const Infinite<A, kVecs>& unfolded, A* r, A* y) {
@@ -638,7 +641,7 @@ void forward_block(const Model<A>& model, const Strided<const T>& x, const Outpu
   for (Index i = 0; i < count; ++i) out.score[(row + i) * out.score_step] = means[i];
 }
 
-/// dy of one frame: as it came, or from dscore and what the frame is off by.
+/// dy of one frame: the incoming one, or computed from dscore and y - x.
 template <int kVecs, typename T, typename A = AccumulatorOf<T>>
 void output_gradient(const Model<A>& model, const Strided<const T>& x,
                      const Outputs<const T, const A>& gradient, Index row, Index count, Index frame,
@@ -661,7 +664,7 @@ void output_gradient(const Model<A>& model, const Strided<const T>& x,
   });
 }
 
-/// dz from dy of every frame, with the sums of the decoder.
+/// dz from the dy of every frame. Also adds to the decoder's sums.
 template <int kVecs, typename T, typename A = AccumulatorOf<T>>
 void decoder_gradient(const Model<A>& model, const Strided<const T>& x,
                       const Outputs<const T, const A>& gradient, const Sums<A>& sums, Index row,
@@ -674,7 +677,7 @@ void decoder_gradient(const Model<A>& model, const Strided<const T>& x,
   Infinite<A, kVecs> unfolded;
   unfolded.look(p.z, size.latent);
   if (!model.foldable) unfolded.all();
-  // All of dy first: a row that is not folded is so in every frame.
+  // All of dy first: a row that is not folded in one frame is not folded in any.
   for (Index f = 0; f < size.frames; ++f) {
     A* dy_f = dy + f * size.mels * kAll;
     output_gradient<kVecs>(model, x, gradient, row, count, f, p, unfolded, r, dy_f);
@@ -777,7 +780,7 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
     multiply<kVecs>(Matrix<A>{w.encoder_weight, 1, size.mels}, size.mels, size.slice, p.hidden,
                     p.input);
     normalise_gradient<kVecs>(p.input, w.norm_weight, normalised, size.mels, p.scales + f * kAll);
-    if (gradient.score != nullptr) {  // x is also what y is held against
+    if (gradient.score != nullptr) {  // y is compared with x, so x has a direct gradient
       const A* dy_f = dy + f * size.mels * kAll;
       each<A, kVecs>(size.mels, [&](Index, Index place) {
         M::store(p.input + place, M::load(p.input + place) - M::load(dy_f + place));
@@ -787,9 +790,9 @@ void backward_block(const Model<A>& model, const Strided<const T>& x,
   }
 }
 
-// The entries. -----------------------------------------------------------------------------------
+// Entry points. ----------------------------------------------------------------------------------
 
-/// work.operator()<vectors>(row, count) for blocks of rows.
+/// Calls work.operator()<vectors>(row, count) for blocks of rows.
 template <typename A, typename Work>
 void each_block(Index begin, Index end, const Work& work) {
   constexpr Index kAll = kRows<A, kVectors>;
@@ -859,7 +862,7 @@ bool fold(const Sizes& size, const Tensors<const A*>& weights, A* inverse_length
     const A length = square_root(broadcast<VectorOf<A>>(dot(row, row, width)))[0];
     inverse_lengths[l] = A(1) / (length < A(1e-12) ? A(1e-12) : length);
   }
-  // The decoder transposed, then a row of the basis times it.
+  // Transpose the decoder, then multiply a row of the basis by it.
   for (Index m = 0; m < size.mels; ++m) {
     for (Index s = 0; s < size.slice; ++s) {
       scratch[s * size.mels + m] = weights.decoder_weight[m * size.slice + s];
@@ -867,7 +870,7 @@ bool fold(const Sizes& size, const Tensors<const A*>& weights, A* inverse_length
   }
   const Index frame = size.latent * size.mels;
   __builtin_memset(folded_decoder, 0, size.frames * frame * sizeof(A));
-  A nothing = 0;  // stays 0 where all are finite, else NaN
+  A nothing = 0;  // stays 0 if all are finite, otherwise becomes NaN
   for (Index f = 0; f < size.frames; ++f) {
     A* folded = folded_decoder + f * frame;
     outer(weights.basis + f * size.slice, width, Index(1), size.latent,
@@ -882,7 +885,7 @@ bool fold(const Sizes& size, const Tensors<const A*>& weights, A* inverse_length
   return nothing == A(0);
 }
 
-/// All gradients but the basis's.
+/// All gradients except that of the basis.
 template <typename A>
 void finish(const Model<A>& model, const Sums<A>& sums, A* scratch) {
   const Sizes& size = model.sizes;
@@ -927,11 +930,11 @@ void finish_basis(const Model<A>& model, const Sums<A>& sums) {
           size.latent, model.weights.decoder_weight, size.slice, size.slice, size.mels,
           into + f * size.slice, width);
   }
-  for (Index l = 0; l < size.latent; ++l) {  // through the length of each row
+  for (Index l = 0; l < size.latent; ++l) {  // through the normalisation of each row
     const A* row = model.weights.basis + l * width;
     A* gradient = into + l * width;
     const A inverse = model.inverse_lengths[l];
-    // A row shorter than 1e-12 is divided by that, whatever its length.
+    // A row shorter than 1e-12 is divided by 1e-12, whatever its length.
     const bool by_length = inverse < A(1) / A(1e-12);
     const A along = by_length ? dot(static_cast<const A*>(gradient), row, width) * inverse : A(0);
     for (Index i = 0; i < width; ++i) {

@@ -14,7 +14,7 @@ namespace {
 
 #if defined(FUSEWISE_BLAS)
 
-/// Of float32 and float64.
+/// For float32 and float64.
 class Blas : public Gemm {
  public:
   bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
@@ -34,7 +34,7 @@ class Blas : public Gemm {
                        const TensorView& bias, const TensorView& d) {
     const Matrix left = matrix_of(a), right = matrix_of(b), out = matrix_of(d);
     auto* to = static_cast<T*>(out.data);
-    if (bias.defined()) {  // added to
+    if (bias.defined()) {  // d starts as the bias
       const auto* from = static_cast<const T*>(bias.data);
       for (std::int64_t i = 0; i < d.sizes[0]; ++i) {
         std::copy_n(from, d.sizes[1], to + i * out.stride);
@@ -59,7 +59,7 @@ Gemm* of_the_build() { return nullptr; }
 
 #endif
 
-/// With strides of which one is 1 and the other makes sense.
+/// The view with valid strides, one of which is 1.
 TensorView plain(TensorView t) {
   const Matrix matrix = matrix_of(t);
   t.strides = {matrix.stride, 1};

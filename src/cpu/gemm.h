@@ -1,13 +1,13 @@
 #pragma once
 
-// The libraries of GEMMs that the CPU kernels can use: the context's, or the BLAS of the build.
+// The GEMM libraries that the CPU kernels can use: the context's, or the BLAS of the build.
 
 #include "fusewise/context.h"
 
 namespace fusewise::cpu {
 
-/// d = a b + bias as `Gemm::multiply`; sizes may be 0 and a stride that is never taken anything.
-/// False where there is no library or it declines.
+/// d = a b + bias, as `Gemm::multiply`. Sizes may be 0, and a stride that is never used may have
+/// any value. Returns false if there is no library or it declines.
 bool multiply_by_library(const Context& context, const TensorView& a, const TensorView& b,
                          const TensorView& bias, const TensorView& d);
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Why a CPU cannot run the kernels of an instruction set; empty where it can.
+// Why a CPU cannot run the kernels of an instruction set. Empty if it can.
 
 #include <string>
 

@@ -1,6 +1,6 @@
-// Linear + activation on the CPU: which rows and panels run where, in which order.
+// Linear + activation on the CPU: distributes rows and panels over threads.
 // The elementwise passes touch each byte once and are bound by memory bandwidth. The library's own
-// GEMM, for contexts without one, packs a panel of columns and lets all rows run over it.
+// GEMM, for contexts without one, packs a panel of columns and multiplies all rows by it.
 
 #include <algorithm>
 #include <type_traits>
@@ -19,9 +19,9 @@ namespace {
 
 using Index = std::int64_t;
 
-constexpr Index kPieceElements = 64 * 1024;  // of a cheap pass, for one thread at a time
+constexpr Index kPieceElements = 64 * 1024;  // work unit of a cheap pass, for one thread
 constexpr Index kLaterBiasColumns = 256;     // fewer are activated as one long row
-constexpr Index kSumRows = 32;               // whose gradients are summed up together, in order
+constexpr Index kSumRows = 32;               // rows whose gradients are summed together, in order
 
 Strides strides_of(const TensorView& t) { return {t.strides[0], t.strides[1]}; }
 
@@ -36,8 +36,8 @@ class Operation {
   void run(const LinearActForward& call) const {
     const bool bits = call.kept.defined() && call.kept.dtype == DType::u8;
     const TensorView z = call.kept.defined() && !bits ? call.kept : call.y;
-    // Libraries add the bias in a pass of their own over z. The activation's pass does it for
-    // nothing, where z is not kept and rounds nothing away.
+    // GEMM libraries add the bias in a separate pass over z. The activation pass adds it for free,
+    // if z is not saved and adding it later causes no extra rounding.
     const bool later = std::is_same_v<T, A> && z.data == call.y.data &&
                        call.activation != Activation::identity && z.sizes[1] >= kLaterBiasColumns;
     const TensorView absent;
@@ -64,7 +64,7 @@ class Operation {
     const bool cheap = kind == Activation::relu || kind == Activation::identity;
     Index piece = cheap ? kPieceElements : kPieceElements / 4;
     if (!bits.defined() && !bias.defined() && z_stride == columns && y_stride == columns) {
-      // One behind the other, they are one long row, which has its rest but once.
+      // Contiguous rows are one long row, which has only one remainder.
       const Index all = rows * columns;
       parallel_for(context_, divide_up(all, piece), [&](Index begin, Index end) {
         const Index first = begin * piece, count = std::min(end * piece, all) - first;
@@ -122,7 +122,7 @@ class Operation {
     if (call.db.defined()) kernels_.add_chunks(partial.data(), chunks, columns, data(call.db));
   }
 
-  /// d = a b (+ bias); only a d with adjacent rows has a bias.
+  /// d = a b (+ bias). A bias requires contiguous rows of d.
   void multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
                 const TensorView& d) const {
     if (!has_adjacent_rows(d)) return multiply(transposed(b), transposed(a), {}, transposed(d));

@@ -1,8 +1,8 @@
 // Linear + activation's inner loops: activations with relu's bits, gradients with their sums, and a
-// plain product for those who bring none. The passes read and write each byte once and are bound by
-// memory bandwidth, the product by how fast it multiplies.
+// plain GEMM for callers without one. The elementwise passes read and write each byte once and are
+// bound by memory bandwidth. The GEMM is bound by arithmetic.
 
-// Compiled once for each instruction set, with the rule of cpu/vector.h.
+// Compiled once per instruction set, under the rule of cpu/vector.h.
 
 #include "cpu/linear_act_kernels.h"
 
@@ -17,11 +17,11 @@ using LanesOf = typename Memory<T>::V;
 template <typename T>
 constexpr bool kHalf = sizeof(T) == 2;
 
-/// So many columns at a time: whole bytes of bits, whole vectors.
+/// Columns processed at a time: whole bytes of bits, whole vectors.
 template <typename T>
 constexpr int kUnit = Memory<T>::kLanes > 8 ? Memory<T>::kLanes : 8;
 
-/// A lane's sign bit each, as a comparison gives it.
+/// One bit per lane: its sign bit, as comparisons set it.
 unsigned to_bits(I32 mask) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)mask);
@@ -48,7 +48,7 @@ M lane_bits() {
   return bits;
 }
 
-/// All bits of a lane where its bit is set.
+/// Sets all bits of a lane if its bit is set.
 I32 from_bits(F32, unsigned bits) {
   return ((I32{} + static_cast<int>(bits)) & lane_bits<I32>()) != 0;
 }
@@ -58,7 +58,7 @@ I64 from_bits(F64, unsigned bits) {
 
 // Activations. -----------------------------------------------------------------------------------
 
-/// One unit of columns, or the `count` that are left of it.
+/// One unit of columns, or the `count` that remain.
 template <Activation kKind, typename T, bool kBits, typename... Count>
 void activate_unit(const T* z, const T* bias, T* y, std::uint8_t* bits, Count... count) {
   using M = Memory<T>;
@@ -126,7 +126,7 @@ void activate_matrix(Activation kind, const T* z, Index z_stride, const T* bias,
       return run(activate_rows<Activation::silu, T, false>);
     case Activation::identity:
       return run(activate_rows<Activation::identity, T, false>);
-    case Activation::hardswish:  // refused before
+    case Activation::hardswish:  // rejected earlier
       return;
   }
 }
@@ -144,7 +144,7 @@ struct GradientRow {
   AccumulatorOf<T>* sums;
 };
 
-/// One vector of columns from i on, or the `count` that are left.
+/// One vector of columns starting at i, or the `count` that remain.
 template <Activation kKind, Keeps kKeeps, typename T, typename... Count>
 void differentiate_lanes(const GradientRow<T>& row, Index i, Count... count) {
   using M = Memory<T>;
@@ -163,7 +163,7 @@ void differentiate_lanes(const GradientRow<T>& row, Index i, Count... count) {
   }
   if (row.dz != nullptr) M::store(row.dz + i, gradient, count...);
   if (row.sums != nullptr) {
-    // As torch adds them up: rounded to what is in memory.
+    // Rounded to the type in memory before summing, as in torch.
     if constexpr (sizeof(T) == 2) gradient = widen(T{}, narrow(T{}, gradient));
     S::store(row.sums + i, S::load(row.sums + i, count...) + gradient, count...);
   }
@@ -202,7 +202,7 @@ void differentiate_matrix(Activation kind, const T* dy, Index dy_stride, const s
       return run(differentiate_row<Activation::silu, Keeps::values, T>);
     case Activation::identity:
       return run(differentiate_row<Activation::identity, Keeps::nothing, T>);
-    case Activation::hardswish:  // refused before
+    case Activation::hardswish:  // rejected earlier
       return;
   }
 }
@@ -214,7 +214,8 @@ void add_chunks(const AccumulatorOf<T>* chunks, Index count, Index columns, T* o
   using M = Memory<T>;
   using S = Memory<AccumulatorOf<T>>;
   const auto step = [&](Index i, auto... left) {
-    // By groups: a single sum of many equal terms is off by as many roundings to the same side.
+    // Sum in groups: in a single sum of many equal terms, all rounding errors may have the same
+    // sign.
     typename S::V sum{};
     for (Index first = 0; first < count; first += kChunkGroup) {
       typename S::V group{};
@@ -230,10 +231,10 @@ void add_chunks(const AccumulatorOf<T>* chunks, Index count, Index columns, T* o
   if (i < columns) step(i, columns - i);
 }
 
-// The product. -----------------------------------------------------------------------------------
+// The GEMM. --------------------------------------------------------------------------------------
 
-// Two vectors wide: with six rows that is twelve sums, as many as hide the latency of a
-// multiplication and leave registers for what they are made of.
+// Two vectors wide. With six rows that is twelve accumulators: enough to hide the latency of a
+// multiplication, and few enough to leave registers for the operands.
 template <typename T>
 constexpr Index kPanel = 2 * Memory<AccumulatorOf<T>>::kLanes;
 constexpr Index kRows = 6;

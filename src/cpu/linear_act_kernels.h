@@ -1,7 +1,7 @@
 #pragma once
 
-// The vectorised loops of linear + activation, one set for each instruction set.
-// T is the type in memory, A the type of sums. No sum depends on how the caller splits rows.
+// The vectorised loops of linear + activation, one set per instruction set. T is the type in
+// memory, A the type of sums. No sum depends on how the caller splits rows.
 
 #include "cpu/types.h"
 #include "fusewise/activation.h"
@@ -19,17 +19,17 @@ struct LinearKernels {
   void (*activate)(Activation kind, const T* z, std::int64_t z_stride, const T* bias, T* y,
                    std::int64_t y_stride, std::uint8_t* bits, std::int64_t bit_stride,
                    std::int64_t rows, std::int64_t columns);
-  /// dz = dy * act' unless null, sums[column] += dz unless null. Of relu either the bits or the
-  /// values behind (or before) it are there, of the others z.
+  /// dz = dy * act' unless null, and sums[column] += dz unless null. relu needs the bits or its
+  /// input or output; the others need z.
   void (*differentiate)(Activation kind, const T* dy, std::int64_t dy_stride,
                         const std::uint8_t* bits, std::int64_t bit_stride, const T* kept,
                         std::int64_t kept_stride, T* dz, std::int64_t dz_stride, A* sums,
                         std::int64_t rows, std::int64_t columns);
   /// out[column] = the sum of chunks[i][column], in order.
   void (*add_chunks)(const A* chunks, std::int64_t count, std::int64_t columns, T* out);
-  /// panel[i][column] = b[i][column] for product_columns columns, zeros beyond `columns`.
+  /// panel[i][column] = b[i][column] for product_columns columns, zero-padded past `columns`.
   void (*pack)(const T* b, Strides b_strides, std::int64_t inner, std::int64_t columns, A* panel);
-  /// d[row][column] = bias[column] (0 where null) + sum over i of a[row][i] * panel[i][column].
+  /// d[row][column] = bias[column] (0 if null) + sum over i of a[row][i] * panel[i][column].
   void (*multiply)(const T* a, Strides a_strides, const A* panel, std::int64_t inner, const T* bias,
                    T* d, std::int64_t d_stride, std::int64_t rows, std::int64_t columns);
   std::int64_t product_columns;

@@ -1,6 +1,6 @@
-// Squeeze-and-Excitation on the CPU: which samples and blocks run where, in which order.
-// A few samples at a time are pooled, excited and scaled, so that the second touch of x (and of dy
-// in backward) finds them in the caches. What bounds it: memory bandwidth.
+// Squeeze-and-Excitation on the CPU: distributes samples and blocks over threads.
+// A few samples at a time are pooled, excited and scaled, so that the second read of x (and of dy
+// in backward) hits the caches. Bound by memory bandwidth.
 
 #include <algorithm>
 #include <atomic>
@@ -21,18 +21,18 @@ namespace {
 using Index = std::int64_t;
 
 // Chosen by measurement on two Zen 4 cores with 1 MB of L2 each.
-constexpr Index kBlockElements = 32 * 1024;  // what one thread takes at a time inside a sample
-constexpr Index kBlockRows = 16;             // at least so many, or partial sums cost too much
-constexpr Index kShortRow = 256;             // channels-last rows below this are joined
-constexpr Index kJoinedRow = 16;             // and then are a multiple of the widest vector
-constexpr Index kGroupBytes = 4 << 20;       // samples that share one reading of the weights
+constexpr Index kBlockElements = 32 * 1024;  // work unit of one thread inside a sample
+constexpr Index kBlockRows = 16;             // fewer rows would make partial sums too expensive
+constexpr Index kShortRow = 256;             // channels-last: rows shorter than this are joined
+constexpr Index kJoinedRow = 16;             // to a multiple of the widest vector
+constexpr Index kGroupBytes = 4 << 20;       // samples that share one read of the weights
 constexpr Index kGroupSamples = 8;
-constexpr Index kWorthThreads = 16 * 1024;  // fewer multiplications than this stay on one thread
+constexpr Index kWorthThreads = 16 * 1024;  // fewer multiplications run on one thread
 constexpr Index kStreamBytes = 16 << 20;    // outputs this large bypass the caches
 
-// How an image is walked. -----------------------------------------------------------------------
+// Iterating over an image. ----------------------------------------------------------------------
 
-/// The pixels of a sample as one dimension, where H and W can be walked as one.
+/// The pixels of a sample as one dimension, if H and W can be merged.
 struct Pixels {
   bool joined;
   Index stride;
@@ -53,12 +53,13 @@ bool is_channels_last(const TensorView& t) {
   return pixels_of(t).joined && (t.sizes[1] == 1 || t.strides[1] == 1);
 }
 
-/// How all images of one call are walked: as planes (NCHW) or as rows of channels (channels-last).
+/// How to iterate over all images of a call: as planes (NCHW) or as rows of channels
+/// (channels-last).
 struct Walk {
   Index channels, height, width, pixels;
   bool planar = true;
   Index joined = 1;  // pixels in one row of the channels-last kernels
-  Index block = 1;   // channels (planar) or pixels (channels-last) that are one piece of work
+  Index block = 1;   // channels (planar) or pixels (channels-last) of one work unit
   Index blocks = 1;
 
   Index volume() const { return channels * pixels; }
@@ -67,7 +68,7 @@ struct Walk {
   Index end(Index b) const { return std::min((b + 1) * block, planar ? channels : pixels); }
 };
 
-/// The layout that most of the images have: the others are copied. Absent ones do not count.
+/// The layout that most of the images have; the others are copied. Absent images do not count.
 Walk walk_of(std::initializer_list<const TensorView*> images) {
   const TensorView& first = **images.begin();
   Walk walk{first.sizes[1], first.sizes[2], first.sizes[3], first.sizes[2] * first.sizes[3]};
@@ -98,11 +99,11 @@ struct Strides {
   Index channel, row, column;
 };
 
-/// Channels [c0, c1) of pixels [p0, p1) from one place to another.
+/// Copies channels [c0, c1) of pixels [p0, p1).
 template <typename T>
 void copy(const Walk& walk, const T* from, Strides in, T* to, Strides out, Index c0, Index c1,
           Index p0, Index p1) {
-  constexpr Index kTile = 16;  // channels: one side may have them adjacent, the other pixels
+  constexpr Index kTile = 16;  // channels: contiguous on one side; pixels may be on the other
   for (Index tile = c0; tile < c1; tile += kTile) {
     const Index last = std::min(c1, tile + kTile);
     Index h = p0 / walk.width, w = p0 % walk.width;
@@ -130,9 +131,9 @@ class Image {
     if (native_ && t.defined()) step_ = walk.planar ? t.strides[1] : pixels_of(t).stride;
   }
 
-  /// From one plane or pixel to the next.
+  /// Stride from one plane or pixel to the next.
   Index step() const { return step_; }
-  /// Where block b of sample n is; copies live in the slot.
+  /// Address of block b of sample n. A copy is in the slot.
   T* block(Index n, Index slot, Index b) const { return sample(n, slot) + walk_.begin(b) * step_; }
   void gather(Index n, Index slot, Index b) const {
     if (!native_) transfer(data_ + n * sample_stride_, strides_, sample(n, slot), dense(), b);
@@ -167,7 +168,7 @@ class Image {
   Scratch<T> copies_;
 };
 
-/// A matrix of sums, one row for each sample: the caller's, or scratch.
+/// A matrix of sums, one row per sample: the caller's, or scratch.
 template <typename A>
 class Rows {
  public:
@@ -187,19 +188,20 @@ class Rows {
   Index stride_;
 };
 
-// Who does what. ---------------------------------------------------------------------------------
+// Distribution of work. --------------------------------------------------------------------------
 
-/// How the samples of a call are spread over threads.
+/// How the samples of a call are distributed over threads.
 struct Plan {
-  int workers;     // threads that take whole samples, a group at a time
-  Index together;  // the first samples, which the workers take
+  int workers;     // threads that process whole samples, a group at a time
+  Index together;  // number of samples, from the first, that the workers process
   Index group;
-  Index slots;  // samples that are under way at the same time
+  Index slots;  // samples in progress at the same time
 
   Plan(const Context& context, Index samples, const Walk& walk, Index element, Index products) {
     const Index volume = walk.volume();
     workers = samples * (volume + products) < kWorthThreads ? 1 : threads(context);
-    // A rest that leaves threads without work is split inside the samples, if it is worth that.
+    // If the remaining samples would leave threads idle, split them internally, if they are large
+    // enough.
     const Index rest = volume < kWorthThreads ? 0 : samples % workers;
     together = samples - rest;
     workers = static_cast<int>(std::clamp<Index>(together, 1, workers));
@@ -218,7 +220,7 @@ struct OneThread {
 };
 struct AllThreads {
   const Context& context;
-  /// `cost`: multiplications for one index.
+  /// `cost`: multiplications per index.
   template <typename Work>
   void operator()(Index count, Index cost, const Work& work) const {
     if (count * cost < kWorthThreads) return work(0, count);
@@ -226,7 +228,7 @@ struct AllThreads {
   }
 };
 
-/// Brings every sample through `first` (all its blocks), `middle` and `last` (all its blocks).
+/// Takes every sample through `first` (all its blocks), `middle` and `last` (all its blocks).
 /// Operation: first(n, slot, block), middle(n, slot, samples, loop), last(n, slot, block).
 template <typename Operation>
 void drive(const Context& context, const Plan& plan, const Walk& walk, Index samples,
@@ -241,7 +243,7 @@ void drive(const Context& context, const Plan& plan, const Walk& walk, Index sam
           for (Index b = 0; b < walk.blocks; ++b) operation.first(n + j, slot + j, b);
         }
         operation.middle(n, slot, count, OneThread{});
-        // Backwards: what was read last is still nearest.
+        // In reverse order: what was read last is still in the nearest cache.
         for (Index j = count - 1; j >= 0; --j) {
           for (Index b = walk.blocks - 1; b >= 0; --b) operation.last(n + j, slot + j, b);
         }
@@ -265,7 +267,7 @@ void drive(const Context& context, const Plan& plan, const Walk& walk, Index sam
   });
 }
 
-/// Sums over pixels by blocks, and scaling by blocks, in either layout.
+/// Sums over pixels and scaling, block by block, in either layout.
 template <typename T, typename A = AccumulatorOf<T>>
 class Passes {
  public:
@@ -274,7 +276,7 @@ class Passes {
         walk_(walk),
         partial_(context, slots, walk.planar ? walk.channels : walk.blocks * walk.row()) {}
 
-  /// The sums of block b over a, or over a * b where b is given.
+  /// The sums of block b over a, or over a * b if b is given.
   void reduce(Index slot, Index block, const T* a, Index a_step, const T* b, Index b_step) const {
     const Index count = walk_.end(block) - walk_.begin(block);
     if (walk_.planar) {
@@ -292,7 +294,7 @@ class Passes {
     }
   }
 
-  /// The sums over all blocks, in their order: one for each channel. They stay in the slot.
+  /// The sums over all blocks, in order: one per channel. They stay in the slot.
   A* sums(Index slot) const {
     A* total = partial_[slot];
     if (walk_.planar) return total;
@@ -305,7 +307,7 @@ class Passes {
     return total;
   }
 
-  /// out = in * factors (+ offsets), where both are as wide as `row()`.
+  /// out = in * factors (+ offsets). Both are as wide as `row()`.
   void scale(Index block, const T* in, Index in_step, const A* factors, const A* offsets, T* out,
              Index out_step, bool stream) const {
     const Index count = walk_.end(block) - walk_.begin(block);
@@ -330,7 +332,7 @@ class Passes {
   Rows<A> partial_;
 };
 
-/// One row of channel values, repeated until it is as wide as the rows of the kernels.
+/// Repeats one row of channel values until it is as wide as the rows of the kernels.
 template <typename A>
 void widen(const Walk& walk, const A* channels, A* row) {
   for (Index i = 0; i < walk.row(); i += walk.channels) {
@@ -338,7 +340,7 @@ void widen(const Walk& walk, const A* channels, A* row) {
   }
 }
 
-/// Whether an output is so large that the caches could not keep it for the next reader anyway.
+/// Whether an output is so large that the caches could not hold it for the next reader anyway.
 bool worth_streaming(const TensorView& out, bool native) {
   return native && out.defined() && out.numel() * size_of(out.dtype) >= kStreamBytes;
 }
@@ -559,7 +561,7 @@ class Backward {
   const bool stream_;
 };
 
-// The list. --------------------------------------------------------------------------------------
+// The list of implementations. -------------------------------------------------------------------
 
 template <template <typename, typename> class Operation, typename Call>
 void run(const KernelSet& kernels, const Context& context, const Call& call) {

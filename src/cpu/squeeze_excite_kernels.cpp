@@ -1,8 +1,9 @@
-// Squeeze-and-Excitation's inner loops: sums over pixels, scaling, and the two small products.
-// The caller lets each byte of x and dy come from memory once and a second time from the caches;
-// y and dx leave once. Bound by memory bandwidth, and for small images by the weights' traffic.
+// Squeeze-and-Excitation's inner loops: sums over pixels, scaling, and the two small GEMMs.
+// The caller arranges that each byte of x and dy comes from memory once and a second time from the
+// caches. y and dx are written once. Bound by memory bandwidth, for small images by reading the
+// weights.
 
-// Compiled once for each instruction set, with the rule of cpu/vector.h.
+// Compiled once per instruction set, under the rule of cpu/vector.h.
 
 #include "cpu/squeeze_excite_kernels.h"
 
@@ -13,7 +14,7 @@ namespace {
 
 // Sums over pixels. ----------------------------------------------------------------------------
 
-/// sum + element i of a, or of a * b; `count` as in Memory.
+/// sum + element i of a, or of a * b. `count` is as in Memory.
 template <typename T, bool kDot, typename... Count>
 typename Memory<T>::V add(typename Memory<T>::V sum, const T* a, const T* b, Index i,
                           Count... count) {
@@ -55,7 +56,7 @@ void reduce_some_rows(const T* a, Index a_stride, const T* b, Index b_stride, In
   const auto step = [&](Index i, auto... count) {
     typename M::V sum = S::load(sums + i, count...);
     for (int k = 0; k < kRows; ++k) {
-      if constexpr (kRows > 1) {  // into L2: the hardware does not follow this many streams
+      if constexpr (kRows > 1) {  // into L2: there are too many streams for the hardware prefetcher
         __builtin_prefetch(a + (k + kRows) * a_stride + i, 0, 2);
         if (kDot) __builtin_prefetch(b + (k + kRows) * b_stride + i, 0, 2);
       }
@@ -71,7 +72,8 @@ void reduce_some_rows(const T* a, Index a_stride, const T* b, Index b_stride, In
 template <typename T, bool kDot>
 void reduce_all_rows(const T* a, Index a_stride, const T* b, Index b_stride, Index rows,
                      Index columns, AccumulatorOf<T>* sums) {
-  // Short rows are read in the order of memory. The sums of long ones would fill L1 with every row.
+  // Short rows are read in memory order. Long rows are summed four at a time, because reading and
+  // writing their sums for every single row would fill L1.
   constexpr Index kLongRow = 1024;
   Index row = 0;
   for (; columns >= kLongRow && row + 4 <= rows; row += 4) {
@@ -95,14 +97,14 @@ void reduce_rows(const T* a, Index a_stride, const T* b, Index b_stride, Index r
 
 // Scaling. -------------------------------------------------------------------------------------
 
-/// How many elements lie before the first address where a streamed store may go.
+/// Number of elements before the first address that is aligned for a streaming store.
 template <typename T>
 Index to_alignment(const T* to) {
   const auto address = reinterpret_cast<std::uintptr_t>(to);
   return (kBytes - address % kBytes) % kBytes / sizeof(T);
 }
 
-/// out[i] = value(i, count...) for all i < n; values come as vectors.
+/// out[i] = value(i, count...) for all i < n. Values are vectors.
 template <typename T, bool kStream, typename Value>
 void write(T* out, Index n, const Value& value) {
   using M = Memory<T>;
@@ -178,7 +180,7 @@ void scale_rows(const T* in, Index in_stride, const AccumulatorOf<T>* factors,
   if (stream) end_of_stream();
 }
 
-// The small matrix products. A block shares its loads; every element has one chain of its own. ----
+// The small GEMMs. A block shares its loads; every element has its own accumulator. -----------
 
 template <typename T, int kRows, int kCount>
 void transposed_block(const T* weights, const T* bias, Index columns,

@@ -14,18 +14,18 @@
 namespace fusewise::cpu {
 namespace {
 
-// Long enough to bridge the gap between two loops of one call, too short to show up as load.
+// Long enough to bridge the gap between two loops of one call, too short to be visible as load.
 constexpr std::chrono::microseconds kSpin{20};
 
 thread_local bool inside_body = false;
 
-/// One parallel loop. It lives on the stack of the thread that called it.
+/// One parallel loop. It is on the stack of the thread that called it.
 struct Loop {
   Executor::Body body;
   void* state;
   std::int64_t count;
   std::int64_t parts;
-  std::atomic<std::int64_t> next{0};  // the first part that nobody took
+  std::atomic<std::int64_t> next{0};  // the first part that no thread has taken
   std::atomic<std::int64_t> left;     // parts that are not done
   std::int64_t helpers = 0;           // workers that hold a pointer to this loop
   std::exception_ptr error;
@@ -65,8 +65,8 @@ class Pool {
         std::thread([this] { work(); }).detach();
       }
     } catch (const std::exception&) {
-      // Fewer threads than cores. Must not leave this constructor: the threads that did start hold
-      // a pointer to the pool.
+      // Continue with fewer threads than cores. The exception must not leave this constructor: the
+      // threads that did start hold a pointer to the pool.
     }
   }
 
@@ -139,7 +139,7 @@ class Pool {
     *link = loop.following;
   }
 
-  int size_ = 1;  // threads that take part in a loop, the caller's among them
+  int size_ = 1;  // threads that take part in a loop, including the caller's
   const pid_t pid_;
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -149,8 +149,8 @@ class Pool {
   std::atomic<int> sleeping_{0};
 };
 
-/// The process's pool. A forked child has none of its parent's threads and makes its own; the
-/// parent's object stays behind, because its mutex may have been locked at the fork.
+/// The process's pool. A forked child has none of its parent's threads and creates its own pool.
+/// The parent's object is abandoned, because its mutex may have been locked at the fork.
 Pool& pool() {
   static std::atomic<Pool*> current{nullptr};
   for (;;) {
@@ -166,7 +166,7 @@ Pool& pool() {
         throw;
       }
     } else {
-      std::this_thread::yield();  // another thread of this process is making it
+      std::this_thread::yield();  // another thread of this process is creating it
     }
   }
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Who runs the CPU loops: the context's executor, or the library's own threads.
+// Runs the CPU loops on the context's executor or on the library's own threads.
 
 #include <type_traits>
 
@@ -11,8 +11,8 @@ namespace fusewise::cpu {
 /// How many threads a loop of this context can use.
 int threads(const Context& context);
 
-/// Calls body on disjoint ranges that together cover [0, count). A call from inside a body runs
-/// inline; what a body throws is thrown here, after all ranges are done.
+/// Calls body on disjoint ranges that together cover [0, count). A nested call from a body runs
+/// inline. Exceptions of a body are rethrown here, after all ranges are done.
 void parallel_for(const Context& context, std::int64_t count, Executor::Body body, void* state);
 
 template <typename Function>

@@ -1,6 +1,6 @@
 #pragma once
 
-// Types in memory that C++ has no name for, and the type in which sums of each are kept.
+// Types in memory that C++ has no name for, and the accumulation type of each.
 
 #include <cstdint>
 

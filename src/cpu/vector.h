@@ -2,9 +2,10 @@
 
 // The vectors of one instruction set: loads and stores of every dtype, sums of lanes.
 //
-// Included by files that are compiled once for each instruction set. Whatever is not in the
-// namespace of its own set could be merged by the linker with a copy that needs other instructions,
-// so those files may call no inline function of another header, the standard library's included.
+// The rule: this header is included by files that are compiled once per instruction set. The linker
+// may merge a function that is not in the set's own namespace with a copy that needs other
+// instructions. So those files must not call any inline function of another header, including the
+// standard library's.
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -45,9 +46,9 @@ V load_bits(const void* from) {
 
 using F64 = Vector<double, kBytes / 8>::type;
 
-// a * b + c: in one rounding where the set has such an instruction, everywhere or nowhere. Left to
-// the compiler, loops of different shape may differ, and with them the results of one sum that was
-// cut in different ways.
+// a * b + c. It rounds once if the instruction set has FMA, everywhere or nowhere. Left to the
+// compiler, loops of different shape might differ, and a sum split in different ways would then
+// give different results.
 #if defined(__AVX512F__)
 F32 multiply_add(F32 a, F32 b, F32 c) {
   return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -67,14 +68,14 @@ F32 multiply_add(F32 a, F32 b, F32 c) { return a * b + c; }
 F64 multiply_add(F64 a, F64 b, F64 c) { return a * b + c; }
 #endif
 
-// Half types: from and to one float32 vector. --------------------------------------------------
+// fp16 and bf16: from and to one float32 vector. -----------------------------------------------
 
 F32 widen(BF16, U16 bits) { return (F32)(__builtin_convertvector(bits, U32) << 16); }
 
 U16 narrow(BF16, F32 value) {
   const U32 bits = (U32)value;
   const U32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const U32 quiet = (bits >> 16) | 0x40;  // a NaN stays one, even if its low bits fall away
+  const U32 quiet = (bits >> 16) | 0x40;  // a NaN stays NaN, even if its low bits are cut off
   return __builtin_convertvector(value != value ? quiet : rounded, U16);
 }
 
@@ -95,7 +96,7 @@ F32 widen(F16, U16 half) {
   const U32 bits = __builtin_convertvector(half, U32);
   const U32 sign = (bits & 0x8000) << 16;
   const U32 body = (bits & 0x7fff) << 13;
-  // The exponent is rebiased by a product, which makes subnormals normal as well.
+  // Multiplying rebiases the exponent, and also makes subnormals normal.
   const F32 finite = (F32)body * 0x1p112f;
   const U32 magnitude = body >= (0x7c00u << 13) ? (body | 0x7f800000) : (U32)finite;
   return (F32)(magnitude | sign);
@@ -105,7 +106,8 @@ U16 narrow(F16, F32 value) {
   const U32 sign = (bits >> 16) & 0x8000;
   const U32 body = bits & 0x7fffffff;
   const U32 normal = (body - (112u << 23) + 0xfff + ((body >> 13) & 1)) >> 13;
-  // Adding 0.5 lines the bits of a subnormal up with float32's last bit, rounded by the adder.
+  // Adding 0.5 aligns the bits of a subnormal with float32's last bit, and the addition rounds
+  // them.
   const U32 subnormal = (U32)((F32)body + 0.5f) - 0x3f000000;
   const U32 large = body > 0x7f800000 ? ((body >> 13) & 0x3ff) | 0x7e00 : U32{} + 0x7c00;
   const U32 finite = body < (113u << 23) ? subnormal : normal;
@@ -113,7 +115,8 @@ U16 narrow(F16, F32 value) {
 }
 #endif
 
-// Memory to vectors of sums and back; `count` < kLanes touches that many elements alone. --------
+// From memory to vectors of sums and back. With `count` < kLanes, only that many elements are
+// touched. -
 
 template <typename T>
 struct Memory {  // F16 and BF16
@@ -206,14 +209,14 @@ struct Memory<float> : Plain<float> {};
 template <>
 struct Memory<double> : Plain<double> {};
 
-/// Streamed stores are not ordered with what follows: everything before must be out first.
+/// Streaming stores are not ordered with later stores, so wait until all of them are visible.
 [[maybe_unused]] void end_of_stream() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-/// The lanes of v in one fixed tree.
+/// Sum of the lanes of v, in one fixed tree.
 template <typename E, typename V>
 E add_lanes(V v) {
   if constexpr (sizeof(V) == 2 * sizeof(E)) {

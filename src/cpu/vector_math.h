@@ -1,7 +1,8 @@
 #pragma once
 
-// exp, erf and the activations on vectors of one instruction set, to the last bits of float32; of
-// float64 the C library's own, lane by lane. NaN comes through. The rule of cpu/vector.h holds.
+// exp, erf and the activations on vectors of one instruction set, accurate to the last bits of
+// float32. float64 uses the C library, lane by lane. NaN propagates. The rule of cpu/vector.h
+// applies.
 
 #include "cpu/vector.h"
 #include "fusewise/activation.h"
@@ -9,20 +10,22 @@
 namespace fusewise::cpu::FUSEWISE_ISA {
 namespace {
 
-/// b where the condition (all bits of a lane, as a comparison gives it) holds, else a.
+/// `yes` where the condition holds, otherwise `no`. The condition sets all bits of a lane, as
+/// comparisons do.
 template <typename V, typename M>
 V select(M condition, V yes, V no) {
   return condition ? yes : no;
 }
 
-/// e^x as p 2^n; NaN gives a p that is NaN.
+/// e^x as p 2^n. For NaN, p is NaN.
 struct Power {
   F32 p;
   I32 n;
 };
 
 Power power(F32 x) {
-  // n ln(2) + r with |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to a whole number, in the low bits.
+  // n ln(2) + r with |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to an integer, which is in the low
+  // bits.
   constexpr float kRound = 0x1.8p23f;
   const F32 shifted = multiply_add(x, F32{} + 1.44269504f, F32{} + kRound);
   const F32 n = shifted - kRound;
@@ -40,7 +43,7 @@ Power power(F32 x) {
 }
 
 [[maybe_unused]] F32 exp(F32 argument) {
-  // Beyond these the result is 0 or infinite anyway, and n would not fit.
+  // Outside this range the result is 0 or infinite anyway, and n would not fit.
   F32 x = select(argument > 89.0f, F32{} + 89.0f, argument);
   x = select(x < -104.0f, F32{} - 104.0f, x);
   const auto [p, whole] = power(x);
@@ -50,7 +53,7 @@ Power power(F32 x) {
   return select(x != x, x, p * low * high);
 }
 
-/// For |x| < 80, where nothing can go wrong.
+/// For |x| < 80, where no overflow is possible.
 F32 exp_bounded(F32 x) {
   const auto [p, whole] = power(x);
   return p * (F32)((whole + 127) << 23);
@@ -66,7 +69,7 @@ F32 exp_bounded(F32 x) {
   p = multiply_add(p, s, F32{} - 0.3761263490f);
   const F32 small = multiply_add(multiply_add(p, s, F32{} + 0.1283792257f), x, x);
   const F32 bounded = select(t > 3.95f, F32{} + 3.95f, t);
-  F32 q = F32{} + 2.1184265e-05f;  // -log(1 - erf(t)) beyond; at 3.95 that is all of float32
+  F32 q = F32{} + 2.1184265e-05f;  // -log(1 - erf(t)) beyond; from 3.95 on, erf is 1 in float32
   q = multiply_add(q, bounded, F32{} - 0.00043547808f);
   q = multiply_add(q, bounded, F32{} + 0.0041759023f);
   q = multiply_add(q, bounded, F32{} - 0.0251319520f);
@@ -79,7 +82,7 @@ F32 exp_bounded(F32 x) {
   return select(t < 0.921875f, small, select(x != x, x, signed_large));
 }
 
-/// Near zero its relative error grows; who adds 1 to it does not see that.
+/// Its relative error grows near zero. Callers that add 1 to it do not see that.
 [[maybe_unused]] F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
 template <typename Function>
@@ -113,8 +116,8 @@ V normal_cdf(V z) {
   return lane(V{}, 0.5) * (1 + erf(z * lane(V{}, 0.70710678118654752)));
 }
 
-/// In float32 with half the instructions: one exponential of a polynomial, the logarithm of the
-/// tail beyond |z|, with a third of the error of 1 + erf.
+/// float32 version with half the instructions: one exponential of a polynomial, which is the
+/// logarithm of the tail beyond |z|. It has a third of the error of 1 + erf.
 [[maybe_unused]] F32 normal_cdf(F32 z) {
   const F32 size = (F32)((U32)z & 0x7fffffff);
   const F32 t = select(size > 5.6f, F32{} + 5.6f, size);
@@ -140,8 +143,7 @@ V normal_cdf(V z) {
 }
 [[maybe_unused]] F64 normal_density(F64 z) { return 0.39894228040143268 * exp(-0.5 * z * z); }
 
-// Of halves 11 bits are kept at most, and errors below 4e-5 of these are not seen.
-// -----------------
+// fp16 and bf16 keep at most 11 bits, so relative errors below 4e-5 are not visible. --------------
 
 /// 2^x for -126 < x < 127.
 F32 short_exp2(F32 x) {
@@ -153,7 +155,7 @@ F32 short_exp2(F32 x) {
   p = multiply_add(p, r, F32{} + 0.240247455f);
   p = multiply_add(p, r, F32{} + 0.69312181f);
   p = multiply_add(p, r, F32{} + 0.999999261f);
-  return (F32)((I32)p + ((I32)shifted << 23));  // the whole number is in the low bits
+  return (F32)((I32)p + ((I32)shifted << 23));  // the integer is in the low bits
 }
 
 [[maybe_unused]] F32 short_normal_cdf(F32 z) {
@@ -202,8 +204,9 @@ V activation_gradient(V z, V gradient) {
     return gradient * (normal_cdf(z) + z * normal_density(z));
   }
   if constexpr (kKind == Activation::gelu_tanh) {
-    // With s = sigmoid(2u), 1 - tanh(u)^2 is 4 s (1 - s), which the exponential of -2|u| gives with
-    // no cancellation where tanh(u) is almost 1. Denormal exponentials are 0: they are slow.
+    // With s = sigmoid(2u), 1 - tanh(u)^2 is 4 s (1 - s). Computing it from the exponential of
+    // -2|u| avoids cancellation when tanh(u) is almost 1. Denormal exponentials are replaced by 0,
+    // because they are slow.
     const V u = gelu_argument(z), size = select(u < 0, -u, u);
     const V e = select(size > 40, V{}, exp(-2 * select(size > 40, V{} + 40, size)));
     const V larger = 1 / (1 + e), smaller = e * larger;
