@@ -5,18 +5,18 @@
 
 namespace fusewise {
 
-/// The pointwise functions behind a linear map; each operator lists those it takes. All let NaN
-/// through.
+/// The pointwise functions after a linear map. Each operator lists those that it supports. All
+/// propagate NaN.
 enum class Activation {
   identity,
   relu,
-  gelu,       ///< z Phi(z), exact, by the error function
+  gelu,       ///< z Phi(z), exact, with the error function
   gelu_tanh,  ///< its approximation z / 2 (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3)))
   silu,       ///< z / (1 + exp(-z))
-  hardswish,  ///< z min(max(z + 3, 0), 6) / 6, for Squeeze-and-Excitation alone
+  hardswish,  ///< z min(max(z + 3, 0), 6) / 6, for Squeeze-and-Excitation only
 };
 
-/// Those of linear_act and mlp.
+/// The activations of linear_act and mlp.
 inline constexpr Activation kActivations[] = {Activation::identity, Activation::relu,
                                               Activation::gelu, Activation::gelu_tanh,
                                               Activation::silu};
@@ -40,7 +40,7 @@ constexpr const char* name_of(Activation activation) {
   return "unknown";
 }
 
-/// By name, as in "gelu_tanh"; throws Error that lists the names of `known`.
+/// From a name such as "gelu_tanh". Throws Error that lists the names of `known`.
 Activation activation_from(std::string_view name, std::span<const Activation> known = kActivations);
 
 }  // namespace fusewise

@@ -6,11 +6,11 @@
 #include "fusewise/implementation.h"
 #include "fusewise/tensor.h"
 
-/// SpectralShapeAutoencoder, forward and backward: an autoencoder of log-mel frames, for finding
-/// machine sounds that are not as usual.
+/// SpectralShapeAutoencoder, forward and backward: an autoencoder of log-mel frames, for detecting
+/// anomalous machine sounds.
 ///
 ///     s_f = GELU(encoder(norm(x_f)))               for every frame f      [S]
-///     c   = s_1, ..., s_F one after another                               [F S]
+///     c   = s_1, ..., s_F concatenated                                    [F S]
 ///     B^  = each row of the basis / max(its length, 1e-12)                [L, F S]
 ///     z   = GELU(mid(mid_norm(B^ c)))                                     [L]
 ///     r   = B^^T z,   y_f = decoder(r_f)           for every frame f      [M]
@@ -19,22 +19,21 @@
 /// encoder, mid and decoder are linear with bias; norm and mid_norm are layer norms (eps 1e-5,
 /// biased variance) with weight and bias. GELU is the exact one.
 ///
-/// Types: x is float32, float64, float16 or bfloat16; the weights share one type, x's own or
-/// float32 beside half x. y and the latent have x's type, the score float32 (float64 for float64).
-/// Everything between them is float32 (float64 for float64).
-/// Layouts: x, y, the latent, the score and their gradients may have any strides. Weights and their
-/// gradients are dense.
+/// Types: x is float32, float64, float16 or bfloat16. The weights share one type: x's own, or
+/// float32 if x is half precision. y and the latent have x's type, the score float32 (float64 for
+/// float64). Everything between them is float32 (float64 for float64). Layouts: x, y, the latent,
+/// the score and their gradients may have any strides. Weights and their gradients are dense.
 /// Memory: see tensor.h; no output may overlap an input or another output.
 /// Errors: `Error`, before anything is written.
 namespace fusewise {
 
-/// M mel bands, F frames, L latent and S slice-latent values; all four follow from the shapes.
+/// M mel bands, F frames, L latent and S slice-latent values. All four follow from the shapes.
 struct AutoencoderWeights {
   TensorView norm_weight;      ///< [M]
   TensorView norm_bias;        ///< [M]
   TensorView encoder_weight;   ///< [S, M]
   TensorView encoder_bias;     ///< [S]
-  TensorView basis;            ///< [L, F S], as it is learned: not normalised
+  TensorView basis;            ///< [L, F S], as learned: not normalised
   TensorView mid_norm_weight;  ///< [L]
   TensorView mid_norm_bias;    ///< [L]
   TensorView mid_weight;       ///< [L, L]
@@ -45,7 +44,7 @@ struct AutoencoderWeights {
 
 using AutoencoderWeight = TensorView AutoencoderWeights::*;
 
-/// A weight by its name here and its name in a state dict or a .safetensors file, with its shape.
+/// A weight with its name here, its name in a state dict or a .safetensors file, and its shape.
 struct AutoencoderWeightName {
   AutoencoderWeight weight;
   const char* name;
@@ -71,17 +70,17 @@ struct AutoencoderSizes {
   std::int64_t n_mels = 0, frames = 0, latent = 0, slice_latent = 0;
 };
 
-/// The four sizes; throws Error where the weights do not fit each other, are not dense, are of
-/// several types or not all on one device.
+/// The four sizes. Throws Error if the weights do not fit each other, are not dense, have different
+/// types or are on different devices.
 AutoencoderSizes autoencoder_sizes(const AutoencoderWeights& weights);
 
 struct AutoencoderForward {
   TensorView x;                ///< in, [N, F M] or [N, F, M], N >= 0
   AutoencoderWeights weights;  ///< in
-  /// Whether float32 data may be multiplied as TF32, where the device can.
+  /// Whether float32 data may be multiplied as TF32, if the device supports it.
   bool tf32 = false;
 
-  /// out, exactly one of the three; what it does not need is not computed.
+  /// out, exactly one of the three; work that it does not need is skipped.
   TensorView y;       ///< the reconstruction, x's shape
   TensorView latent;  ///< z [N, L]
   TensorView score;   ///< [N]
@@ -90,7 +89,7 @@ struct AutoencoderForward {
   /// it.
   TensorView projection;
 
-  /// Forces one implementation by name; empty: the first that takes the call.
+  /// Forces one implementation by name. Empty: the first that takes the call.
   std::string_view implementation = {};
 };
 
@@ -99,8 +98,8 @@ void autoencoder(const Context& context, const AutoencoderForward& call);
 /// What `autoencoder` would run, and why the others decline.
 Candidates explain(const Context& context, const AutoencoderForward& call);
 
-/// The gradients of x and the weights, from that of one output. What lies between x and that output
-/// is computed again from x.
+/// The gradients of x and the weights, from the gradient of one output. Intermediate results
+/// between x and that output are recomputed from x.
 struct AutoencoderBackward {
   /// in, exactly one of the three
   TensorView dy;       ///< x's shape and type
@@ -109,11 +108,11 @@ struct AutoencoderBackward {
 
   TensorView x;                ///< in, as in forward
   AutoencoderWeights weights;  ///< in
-  TensorView projection;       ///< in, from forward; absent: computed again
+  TensorView projection;       ///< in, from forward; absent: recomputed
   bool tf32 = false;
 
-  /// out, each may be absent, and what is absent is not computed. Those of weights have the
-  /// weights' type. What the output does not depend on gets zeros.
+  /// out, each may be absent, and an absent one is not computed. Gradients of weights have the
+  /// weights' type. Those that the output does not depend on are set to zero.
   TensorView dx;                 ///< x's shape and type
   AutoencoderWeights gradients;  ///< as the weights
 

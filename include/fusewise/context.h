@@ -7,8 +7,8 @@
 
 namespace fusewise {
 
-/// Where scratch memory comes from. Memory is ordered by the context's stream: after `deallocate`
-/// it may be given out again to work that is enqueued later on the same stream.
+/// Source of scratch memory. Memory is ordered by the context's stream: after `deallocate` it may
+/// be reused by work that is enqueued later on the same stream.
 class Allocator {
  public:
   virtual ~Allocator() = default;
@@ -17,8 +17,8 @@ class Allocator {
   virtual void deallocate(void* memory) noexcept = 0;
 };
 
-/// Who runs the loops of the CPU kernels. A framework passes its own threads here, so that the two
-/// do not fight for the cores. Results do not depend on the number of threads.
+/// Runs the loops of the CPU kernels. A framework passes its own threads here, so that the two do
+/// not compete for the cores. Results do not depend on the number of threads.
 class Executor {
  public:
   using Body = void (*)(std::int64_t begin, std::int64_t end, void* state);
@@ -26,28 +26,29 @@ class Executor {
   virtual ~Executor() = default;
   virtual int threads() const = 0;
   /// Calls body on disjoint ranges that together cover [0, count), and returns when all are done.
-  /// While it waits it may run other work on this thread, calls of this library among it.
+  /// While it waits, it may run other work on this thread, including calls of this library.
   virtual void parallel_for(std::int64_t count, Body body, void* state) = 0;
 };
 
-/// Multiplies matrices for the CPU kernels. A framework or a program that has a fast library of
-/// GEMMs passes it here.
+/// Computes GEMMs for the CPU kernels. A framework or program that has a fast GEMM library passes
+/// it here.
 class Gemm {
  public:
   virtual ~Gemm() = default;
   /// d = a b + bias, with a [M, K], b [K, N], d [M, N] and bias [N] or absent.
   ///
-  /// What it is asked for: all tensors have one dtype, float32, float64, float16 or bfloat16, and
-  /// no size is 0. a and b have strides [s, 1] (adjacent rows) or [1, s] (adjacent columns), where
-  /// s is at least the size of the other dimension. d has strides [s, 1], bias is dense. d overlaps
-  /// none of the others, and what it holds before must not be read.
+  /// Requirements on the call: all tensors have one dtype, float32, float64, float16 or bfloat16,
+  /// and no size is 0. a and b have strides [s, 1] (contiguous rows) or [1, s] (contiguous
+  /// columns), where s is at least the size of the other dimension. d has strides [s, 1], bias is
+  /// dense. d overlaps none of the others, and its old contents must not be read.
   ///
-  /// What it promises: sums are at least float32 (float64 for float64), and the bias is added
-  /// before the sum is rounded to the dtype. The same call gives the same bits every time.
+  /// Guarantees of the result: sums are at least float32 (float64 for float64), and the bias is
+  /// added before the sum is rounded to the dtype. The same call gives the same bits every time.
   ///
-  /// Returns false to decline, for instance a dtype: nothing has been written then, and the
-  /// library's own loops multiply. An exception ends the call of the operator and reaches its
-  /// caller. Runs on the thread that calls the operator; several threads may call at once.
+  /// Returns false to decline, for instance because of the dtype. Then it must not have written
+  /// anything, and the library uses its own loops. An exception ends the call of the operator and
+  /// reaches its caller. Runs on the thread that calls the operator; several threads may call at
+  /// once.
   virtual bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
                         const TensorView& d) = 0;
 };
@@ -61,10 +62,10 @@ struct Context {
   Allocator* allocator = nullptr;
   /// Null: the library's own threads, one per core that the process may use.
   Executor* executor = nullptr;
-  /// For the CPU; ignored on CUDA, where cuBLASLt multiplies. Null: the BLAS that the library was
-  /// built with (CMake's FUSEWISE_BLAS), or its own loops.
+  /// For the CPU only; on CUDA, cuBLASLt is used. Null: the BLAS that the library was built with
+  /// (CMake's FUSEWISE_BLAS), or its own loops.
   Gemm* gemm = nullptr;
-  /// Told what the user should know although nothing failed; null: nobody is.
+  /// Called with messages for the user that are not errors. Null: they are dropped.
   void (*warn)(const char* message) = nullptr;
 };
 

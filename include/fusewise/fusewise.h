@@ -1,6 +1,6 @@
 #pragma once
 
-/// Everything, for those who do not mind.
+/// Umbrella header.
 #include "fusewise/activation.h"      // IWYU pragma: export
 #include "fusewise/autoencoder.h"     // IWYU pragma: export
 #include "fusewise/context.h"         // IWYU pragma: export

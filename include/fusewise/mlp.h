@@ -10,12 +10,12 @@
 ///
 ///     y_0 = x,    y_i = act_i(y_{i-1} W_i^T + b_i)    for i = 1 ... n
 ///
-/// All but the last have one activation, the last its own. Types, layouts and errors are those of
-/// linear_act.h. No output may overlap an input or another output, except that forward may write y
-/// of layers that are not neighbours to the same memory.
+/// All layers but the last share one activation; the last has its own. Types, layouts and errors
+/// are those of linear_act.h. No output may overlap an input or another output, except that forward
+/// may write the y of non-adjacent layers to the same memory.
 namespace fusewise {
 
-/// Whether backward of a layer needs what forward keeps. Of a hidden relu, its gradient is
+/// Whether backward of a layer needs a tensor saved by forward. The gradient of a hidden relu is
 /// recomputed from its output, which the next layer's backward reads anyway.
 constexpr bool is_kept(Activation activation, bool last) {
   return activation != Activation::identity && (last || activation != Activation::relu);
@@ -24,9 +24,10 @@ constexpr bool is_kept(Activation activation, bool last) {
 struct MlpLayer {
   TensorView w;  ///< in, [K_i, K_{i-1}]
   TensorView b;  ///< in, [K_i], may be absent
-  /// Forward: out, backward: in, [M, K_i], rows adjacent. Backward does not need the last layer's.
+  /// Forward: out, backward: in, [M, K_i], rows contiguous. Backward does not need the last
+  /// layer's.
   TensorView y;
-  /// Forward: out, may be absent; backward: in, where `is_kept`. What linear_act keeps.
+  /// Forward: out, may be absent; backward: in, if `is_kept`. The tensor that linear_act saves.
   TensorView kept;
   /// Backward: out, each may be absent.
   TensorView dw;  ///< [K_i, K_{i-1}]
@@ -39,12 +40,12 @@ struct MlpForward {
   Activation activation = Activation::relu;
   Activation final_activation = Activation::identity;
   ProductMath math{};
-  /// Of linear_act, forced for every layer.
+  /// An implementation of linear_act, forced for every layer.
   std::string_view implementation = {};
 };
 
 void mlp(const Context& context, const MlpForward& call);
-/// Of each layer, in order, what linear_act's `explain` answers.
+/// The answers of linear_act's `explain` for each layer, in order.
 std::vector<Candidates> explain(const Context& context, const MlpForward& call);
 
 struct MlpBackward {
@@ -59,7 +60,7 @@ struct MlpBackward {
 };
 
 void mlp(const Context& context, const MlpBackward& call);
-/// As forward's; nothing for a layer that has no gradient to compute.
+/// As for forward. Empty for a layer that has no gradient to compute.
 std::vector<Candidates> explain(const Context& context, const MlpBackward& call);
 
 }  // namespace fusewise

@@ -12,13 +12,13 @@
 
 namespace fusewise {
 
-/// The tensors of a .safetensors file, in memory of its own. Every length and offset is held
-/// against the file before it is used; a file that breaks the format's rules is an Error that says
-/// how.
+/// The tensors of a .safetensors file, copied into memory that this object owns. Every length and
+/// offset is checked against the file before it is used. A file that violates the format is an
+/// Error that says how.
 ///
 /// The format: 8 bytes, little-endian, the length of a header; the header, a JSON object of
 /// {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}}, with an optional
-/// "__metadata__" of texts; then the data, which the tensors cover without holes or overlaps.
+/// "__metadata__" of strings; then the data, which the tensors cover without gaps or overlaps.
 class Safetensors {
  public:
   /// Reads a whole file.
@@ -26,13 +26,13 @@ class Safetensors {
   /// From memory, which is copied.
   explicit Safetensors(std::span<const std::byte> file);
 
-  /// Dense, on the CPU, aligned, as long as this object lives. Throws Error where there is none of
-  /// that name, or it is of a type other than float32, float64, float16 and bfloat16.
+  /// Dense, on the CPU, aligned, and valid as long as this object. Throws Error if there is no
+  /// tensor of that name, or if its type is not float32, float64, float16 or bfloat16.
   TensorView at(std::string_view name) const;
   bool contains(std::string_view name) const;
   /// All names, sorted.
   std::vector<std::string> names() const;
-  /// The texts of "__metadata__".
+  /// The strings of "__metadata__".
   const std::map<std::string, std::string, std::less<>>& metadata() const { return metadata_; }
 
  private:
@@ -49,8 +49,8 @@ class Safetensors {
   std::vector<std::max_align_t> data_;
 };
 
-/// The autoencoder's weights by their names in a state dict. Throws Error that names the tensor
-/// which is missing or does not fit. The file's object must outlive them.
+/// The autoencoder's weights by their names in a state dict. Throws Error that names a tensor that
+/// is missing or does not fit. `file` must outlive the weights.
 AutoencoderWeights autoencoder_weights(const Safetensors& file);
 
 }  // namespace fusewise

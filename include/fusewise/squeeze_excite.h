@@ -14,8 +14,9 @@
 ///     g = gate(W2 h + b2)                [N, C]
 ///     y = x * g                          [N, C, H, W]
 ///
-/// Types: x is float32, float64, float16 or bfloat16; the four weights share one type, x's own or
-/// float32 beside half x. Pooled values, dot products and gates are float32 (float64 for float64).
+/// Types: x is float32, float64, float16 or bfloat16. The four weights share one type: x's own, or
+/// float32 if x is half precision. Pooled values, dot products and gates are float32 (float64 for
+/// float64).
 /// Layouts: contiguous NCHW and channels-last are native; any other strides work too, and x, y, dy
 /// and dx may each have their own. Weights, biases and their gradients are dense.
 /// Memory: see tensor.h; no output may overlap an input or another output.
@@ -33,7 +34,7 @@ constexpr const char* name_of(Gate gate) {
 inline constexpr Activation kSqueezeExciteActivations[] = {Activation::silu, Activation::relu,
                                                            Activation::hardswish};
 
-/// By name, as in "sigmoid"; throws Error that lists the known names.
+/// From a name such as "sigmoid". Throws Error that lists the known names.
 Gate gate_from(std::string_view name);
 
 struct SqueezeExciteForward {
@@ -46,12 +47,12 @@ struct SqueezeExciteForward {
   Gate gate = Gate::sigmoid;
   TensorView y;  ///< out, [N, C, H, W], x's type
 
-  /// out, what backward needs, float32 (float64 for float64): all three present or all absent.
+  /// out, for backward, float32 (float64 for float64): all three present or all absent.
   TensorView pooled;  ///< p [N, C]
   TensorView hidden;  ///< z [N, R], before the activation
   TensorView gates;   ///< g [N, C]
 
-  /// Forces one implementation by name; empty: the first that takes the call.
+  /// Forces one implementation by name. Empty: the first that takes the call.
   std::string_view implementation = {};
 };
 
@@ -75,7 +76,7 @@ struct SqueezeExciteBackward {
   Activation activation = Activation::silu;
   Gate gate = Gate::sigmoid;
 
-  /// out, each may be absent, and what is absent is not computed. Gradients of weights and biases
+  /// out, each may be absent, and an absent one is not computed. Gradients of weights and biases
   /// have the weights' type.
   TensorView dx;   ///< [N, C, H, W], x's type
   TensorView dw1;  ///< [R, C] or [R, C, 1, 1]

@@ -7,7 +7,7 @@
 
 namespace fusewise {
 
-/// u8 is for bits that are kept for backward; everything else is floating.
+/// u8 is for bits that forward saves for backward. All other types are floating point.
 enum class DType : std::uint8_t { f32, f64, f16, bf16, u8 };
 
 /// Bytes of one element.
@@ -26,13 +26,14 @@ struct Device {
 /// "cpu", "cuda:0".
 std::string name_of(Device device);
 
-/// A tensor that somebody else owns: pointer, type, shape, and strides in elements.
-/// A default-constructed view stands for an argument that is absent.
+/// A tensor owned by the caller: pointer, type, shape, and strides in elements.
+/// A default-constructed view means that the argument is absent.
 ///
-/// Inputs may overlap each other and, with strides of 0, themselves. An output has memory of its
-/// own, and each of its elements has: from the smallest stride on, each reaches over what the
-/// smaller ones cover. What breaks this is refused. Tensors that interleave, as two slices of one
-/// tensor do, are told apart where their strides agree, and refused otherwise.
+/// Inputs may overlap each other and, with strides of 0, themselves. An output must have memory of
+/// its own, and no two of its elements may share memory: going up from the smallest stride, each
+/// stride must be at least the span of the smaller ones. Calls that break this rule are rejected.
+/// Tensors may interleave, as two slices of one tensor do, only if their strides are equal.
+/// Otherwise they are rejected.
 struct TensorView {
   static constexpr int kMaxRank = 6;
 
