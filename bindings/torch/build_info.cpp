@@ -1,4 +1,4 @@
-// What this library was built with, for bug reports. Compiled once for each device.
+// Build information of this library, for bug reports. Compiled once per device.
 
 #include <torch/csrc/stable/library.h>
 

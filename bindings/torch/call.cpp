@@ -15,14 +15,14 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr std::size_t kMostDimensions = 64;  // that torch's own operators take
+constexpr std::size_t kMostDimensions = 64;  // the limit of torch's own operators
 
 void check_dimensions(std::size_t dimensions) {
   check(dimensions <= kMostDimensions, "x: expected at most ", kMostDimensions, " dimensions, got ",
         dimensions);
 }
 
-/// As Python spells the types that the core does not know.
+/// Python's names of the types that the core does not support.
 const char* other_dtype_name(ScalarType type) {
   switch (type) {
     case ScalarType::Bool:
@@ -63,7 +63,7 @@ DType dtype_of(const char* name, const Tensor& tensor) {
   }
 }
 
-/// Data, dtype and device; sizes are left open. Of a scalar that is all.
+/// Data, dtype and device, without sizes. For a scalar the view is complete.
 TensorView kind_of(const char* name, const Tensor& tensor) {
   TensorView view;
   view.dtype = dtype_of(name, tensor);
@@ -73,7 +73,7 @@ TensorView kind_of(const char* name, const Tensor& tensor) {
   return view;
 }
 
-/// A new tensor, ready to be written.
+/// Prepares a new tensor for writing.
 Tensor prepared(Tensor tensor) {
   if (tensor.is_cpu()) prefer_large_pages(tensor.mutable_data_ptr(), bytes_of(tensor));
   return tensor;
@@ -182,7 +182,7 @@ std::optional<Tensor> point_at(TensorView& view, const char* name, const Tensor&
     view = view_of(name, tensor);
   }
   if (fits && lies_as(layout, view)) return std::nullopt;
-  // The checks refuse what is no matrix. Without elements any strides will do.
+  // The checks reject anything that is not a matrix. Without elements any strides are fine.
   const bool is_for_matrices = layout == Layout::rows || layout == Layout::matrix;
   if ((is_for_matrices && view.rank != 2) || view.numel() == 0) return std::nullopt;
   std::optional<Tensor> copy = dense(tensor);
@@ -226,7 +226,8 @@ Tensor new_with_last(const Tensor& like, DType dtype, std::int64_t last) {
 }
 
 Tensor new_like(const Tensor& like) {
-  // The two common layouts directly: a call through the dispatcher costs a microsecond or two.
+  // Handle the two common layouts directly: a call through the dispatcher costs a microsecond or
+  // two.
   const bool channels_last = like.dim() == 4 && is_dense_in(like, {1, 3, 2, 0});
   if (like.numel() > 0 && (like.is_contiguous() || channels_last)) {
     const auto sizes = like.sizes();

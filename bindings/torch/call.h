@@ -1,6 +1,6 @@
 #pragma once
 
-// From torch tensors to the core's views and back. The only place that knows both sides.
+// Converts torch tensors to the core's views and back. The only place that knows both sides.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
@@ -20,42 +20,43 @@ namespace fusewise::binding {
 
 using torch::stable::Tensor;
 
-/// Throws Error naming the argument where the tensor is on a device that the core does not know.
+/// Throws Error that names the argument if the tensor is on a device that the core does not
+/// support.
 Device device_of(const char* name, const Tensor& tensor);
 std::int32_t torch_dtype(DType dtype);
 std::int64_t bytes_of(const Tensor& tensor);
 
-/// Throws Error naming the argument where the tensor is of a kind that the core does not know.
+/// Throws Error that names the argument if the core does not support this kind of tensor.
 TensorView view_of(const char* name, const Tensor& tensor);
 TensorView view_of(const char* name, const std::optional<Tensor>& tensor);
 
-/// Points `view` at a tensor [..., K] as the matrix [M, K]; false where its leading dimensions
-/// cannot be walked as one. A scalar stays one. Throws as view_of, but takes any number of
-/// dimensions.
+/// Points `view` at a tensor [..., K] as the matrix [M, K]. Returns false if the leading dimensions
+/// cannot be merged into one. A scalar stays a scalar. Throws as view_of does, but takes any number
+/// of dimensions.
 bool join_leading(const char* name, const Tensor& tensor, TensorView& view);
 
-/// Points `view` at a tensor, with `leading` as above; at a dense copy, which is returned, where
-/// the tensor does not lie as the layout asks.
+/// Points `view` at a tensor, with `leading` as above. If the tensor does not have the required
+/// layout, points it at a dense copy and returns the copy.
 std::optional<Tensor> point_at(TensorView& view, const char* name, const Tensor& tensor,
                                Layout layout, bool leading);
 
-/// The tensor itself where it is dense, else a dense copy. Throws OutOfMemory.
+/// The tensor itself if it is dense, otherwise a dense copy. Throws OutOfMemory.
 Tensor dense(const Tensor& tensor);
 std::optional<Tensor> dense(const std::optional<Tensor>& tensor);
 
 /// Uninitialised, row-major, on the device of `like`. Throws OutOfMemory.
 Tensor new_dense(const Tensor& like, DType dtype, std::span<const std::int64_t> sizes);
 Tensor new_dense(const Tensor& like, DType dtype, std::initializer_list<std::int64_t> sizes);
-/// The same with the leading sizes of `like`, and `last` behind them.
+/// The same with the leading sizes of `like`, followed by `last`.
 Tensor new_with_last(const Tensor& like, DType dtype, std::int64_t last);
-/// As torch.empty_like: strides and all. Throws OutOfMemory.
+/// As torch.empty_like, including strides. Throws OutOfMemory.
 Tensor new_like(const Tensor& like);
 
-/// For the operators that tell what would run: "name\tchosen\table\treason" a line.
+/// For the _explain operators: one line "name\tchosen\table\treason" per candidate.
 std::string to_text(const Candidates& candidates);
 
-/// Torch's current stream, device, allocator and threads, for the time of one call. Defined once
-/// for the CPU library and once for the CUDA library.
+/// Torch's current stream, device, allocator and threads, for the duration of one call. Defined
+/// once for the CPU library and once for the CUDA library.
 class CallContext {
  public:
   explicit CallContext(const Tensor& tensor);

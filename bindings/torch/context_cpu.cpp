@@ -1,5 +1,5 @@
-// The CPU library's context: torch's own threads run our loops, so that nobody fights for cores,
-// and torch's own libraries multiply.
+// The CPU library's context: torch's threads run our loops, so that the two do not compete for
+// cores, and torch's libraries compute the GEMMs.
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/ops.h>
@@ -18,7 +18,7 @@ class TorchThreads : public Executor {
   int threads() const override { return static_cast<int>(torch::stable::get_num_threads()); }
 
   void parallel_for(std::int64_t count, Body body, void* state) override {
-    // An exception must not cross torch's C interface: it is carried around it.
+    // An exception must not cross torch's C interface, so it is stored and rethrown after the loop.
     std::exception_ptr failure;
     std::mutex mutex;
     torch::stable::parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -42,10 +42,10 @@ Tensor tensor_of(const TensorView& view) {
   return Tensor(handle);
 }
 
-/// What torch's linear takes for matrices, but without the dispatcher and into memory that is
-/// there. Of x with more dimensions than two, torch's linear may round the product before it adds
-/// the bias; here all are matrices. Tiny ones are left to the library's own loops, which are done
-/// before torch has looked at its arguments.
+/// The same GEMM as torch's linear for matrices, but without the dispatcher and into existing
+/// memory. If x has more than two dimensions, torch's linear may round the product before it adds
+/// the bias; here all tensors are matrices. Tiny GEMMs are left to the library's own loops, which
+/// finish before torch has checked its arguments.
 class TorchGemm : public Gemm {
  public:
   bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
@@ -71,7 +71,7 @@ void check_works(Device) {}
 struct CallContext::State {};
 
 CallContext::CallContext(const Tensor&) {
-  static TorchThreads threads;  // neither has anything of its own
+  static TorchThreads threads;  // neither has any state
   static TorchGemm gemm;
   context_.executor = &threads;
   context_.gemm = &gemm;

@@ -1,4 +1,4 @@
-// The CUDA library's context: the tensor's device, torch's current stream there, torch's memory.
+// The CUDA library's context: the tensor's device, torch's current stream there, torch's allocator.
 
 #include <algorithm>
 #include <utility>
@@ -43,8 +43,8 @@ class TorchMemory : public Allocator {
 
 }  // namespace
 
-/// An earlier kernel's failure ends the work of a whole context, and every call then reports it. A
-/// capture that forbids torch's allocations is invalid once one was tried.
+/// After a kernel has failed, its CUDA context is unusable and every call reports the error. A
+/// capture becomes invalid when it forbids torch's allocations and one was tried.
 void check_works(Device device) {
   if (device.type != DeviceType::cuda) return;
   const cuda::CurrentDevice current(device);
@@ -60,15 +60,15 @@ void check_works(Device device) {
   }
 }
 
-/// No guard of the device: the core has its own around every launch, and torch's functions are told
-/// the device or find it in their tensors.
+/// No device guard: the core has its own around every launch, and torch's functions get the device
+/// as an argument or from their tensors.
 struct CallContext::State {
   explicit State(std::int32_t device) : memory(device) {}
   TorchMemory memory;
 };
 
 CallContext::CallContext(const Tensor& tensor) {
-  // A CPU tensor beside CUDA ones gets here too; the core's checks then name it.
+  // A CPU tensor among CUDA tensors gets here too. The core's checks then name it.
   if (!tensor.is_cuda()) {
     context_.device = {DeviceType::cpu, 0};
     return;

@@ -6,7 +6,7 @@
 
 #include "common/check.h"
 
-/// Torch 2.13 and newer; null before.
+/// Exists in torch 2.13 and newer. Null before.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace fusewise::binding {
@@ -35,7 +35,7 @@ void fail_as_torch(const char* call, Device device, std::int64_t bytes) {
     fail(call, ": ", message);
   }
   check_works(device);
-  // Memory is what was missing where torch can give none of this size, but the call works.
+  // Torch cannot allocate this size but can allocate in general, so memory was the reason.
   if (!can_allocate(device, bytes) && can_allocate(device, 0)) {
     throw OutOfMemory(std::string(call) + " needs " + std::to_string(bytes) + " bytes on " +
                       name_of(device));

@@ -1,7 +1,7 @@
 #pragma once
 
-// What a failed call into torch was. The stable ABI returns only a status: before torch 2.13 the
-// exception's type and message are lost (torch writes the message to stderr).
+// Finds the reason of a failed call into torch. The stable ABI returns only a status: before torch
+// 2.13 the exception's type and message are lost (torch writes the message to stderr).
 
 #include <cstdint>
 #include <exception>
@@ -11,10 +11,10 @@
 namespace fusewise::binding {
 
 /// For a call into torch that failed on a device while it needed memory for `bytes`. Throws
-/// OutOfMemory where that was the reason, else Error with torch's message as far as it is known.
+/// OutOfMemory if that was the reason, otherwise Error with torch's message as far as it is known.
 [[noreturn]] void fail_as_torch(const char* call, Device device, std::int64_t bytes);
 
-/// Runs a call into torch that may allocate `bytes`; failures as above.
+/// Runs a call into torch that may allocate `bytes`. Failures are reported as above.
 template <typename Body>
 auto torch_call(const char* call, Device device, std::int64_t bytes, const Body& body) {
   try {
@@ -24,7 +24,7 @@ auto torch_call(const char* call, Device device, std::int64_t bytes, const Body&
   }
 }
 
-/// Throws Error with the reason where the device can run nothing more. Defined once for the CPU
+/// Throws Error with the reason if the device can run nothing more. Defined once for the CPU
 /// library and once for the CUDA library.
 void check_works(Device device);
 

@@ -1,9 +1,9 @@
 // Stacks of linear + activation for torch: allocation and the calls; the core does the rest.
-// Compiled once for each device: FUSEWISE_DEVICE is CPU or CUDA.
+// Compiled once per device: FUSEWISE_DEVICE is CPU or CUDA.
 //
-// This operator is bound by hand. A description lists an operator's tensors one by one, and a stack
-// has as many as its layers ask for. Its checks are not written here: the core's `mlp` checks each
-// layer by linear_act's description.
+// This operator is bound by hand. A description lists an operator's tensors one by one, but a stack
+// has as many as its layers need. The checks are not here: the core's `mlp` checks each layer with
+// linear_act's description.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -20,7 +20,7 @@
 namespace fusewise::binding {
 namespace {
 
-/// A tensor [..., K] as the matrix [M, K], and whoever holds its memory.
+/// A tensor [..., K] as the matrix [M, K], and the owner of its memory.
 struct Rows {
   Tensor tensor;
   TensorView view;
@@ -36,23 +36,23 @@ Rows weight_rows(const Tensor& w) { return rows_of("w", w, Layout::matrix, false
 
 std::int64_t rows_in(const TensorView& t) { return t.rank >= 1 ? t.sizes[0] : 0; }
 
-/// What backward needs of a layer with m rows and n columns.
+/// Allocates what backward needs of a layer with m rows and n columns.
 Tensor new_kept(const Tensor& x, Activation activation, DType dtype, std::int64_t m,
                 std::int64_t n) {
   if (activation == Activation::relu) return new_dense(x, DType::u8, {m, bit_bytes(n)});
   return new_dense(x, dtype, {m, n});
 }
 
-/// A gradient in the shape and strides of `like`; empty where it is not wanted.
+/// A gradient in the shape and strides of `like`. Empty if it is not wanted.
 class Gradient {
  public:
   Gradient(const Tensor& like, DType dtype, bool wanted)
       : tensor_(wanted ? new_like(like) : new_dense(like, dtype, {0})) {
     if (wanted) copy_ = point_at(view_, "gradient", tensor_, Layout::matrix, true);
   }
-  /// Absent where it is not wanted.
+  /// Absent if it is not wanted.
   const TensorView& view() const { return view_; }
-  /// Where no GEMM can write its strides, a dense one was written.
+  /// If no GEMM can write these strides, a dense copy was written, which is copied back here.
   Tensor finished() {
     if (copy_.has_value()) torch::stable::copy_(tensor_, *copy_);
     return tensor_;
@@ -80,7 +80,7 @@ bool is_kept(const Call& call, std::size_t layer, std::size_t layers) {
   return is_kept(last ? call.final_activation : call.activation, last);
 }
 
-/// The first layer's message for an x that has no shape to make results of.
+/// Throws the first layer's message for a scalar x, which has no shape for the results.
 void refuse_scalar(const TensorView& x, const MlpLayer& layer, Device device) {
   LinearActForward call;
   call.x = x;
@@ -92,8 +92,8 @@ void refuse_scalar(const TensorView& x, const MlpLayer& layer, Device device) {
   });
 }
 
-/// y, and for backward the outputs of all layers but the last, then what those that keep something
-/// have kept.
+/// Returns y. For backward, also returns the outputs of all layers but the last, followed by the
+/// tensors that layers saved.
 std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
     const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
     const Text& activation, const Text& final_activation, bool save, bool tf32, bool reduced_sums,
@@ -126,7 +126,7 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
   if (call.x.rank == 0) refuse_scalar(call.x, views[0], context.get().device);
 
   std::vector<Tensor> saved, kept;
-  Tensor y, scratch[2];  // unless they are saved, neighbours' outputs alternate between these
+  Tensor y, scratch[2];  // outputs that are not saved alternate between these two
   for (std::size_t i = 0; i < layers; ++i) {
     const std::int64_t n = rows_in(views[i].w);
     if (save || i + 1 == layers) {
@@ -150,7 +150,7 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
   return {y, saved};
 }
 
-/// dx, then dW and then db of every layer; what is not needed is empty.
+/// Returns dx, then dW and then db of every layer. Those not needed are empty.
 std::vector<Tensor> mlp_backward(const Tensor& dy, const Tensor& x,
                                  const std::vector<Tensor>& weights,
                                  const std::vector<Tensor>& saved, const Text& activation,
@@ -170,7 +170,7 @@ std::vector<Tensor> mlp_backward(const Tensor& dy, const Tensor& x,
   call.dy = dy_rows.view;
   call.x = x_rows.view;
   const DType dtype = call.dy.dtype;
-  std::vector<Rows> held;  // weights, and what was saved
+  std::vector<Rows> held;  // weights and saved tensors
   std::vector<Gradient> dw;
   std::vector<Tensor> db;
   std::vector<MlpLayer> views(layers);
@@ -201,7 +201,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusewise, FUSEWISE_DEVICE, m) {
   m.impl("_mlp_backward", TORCH_BOX(&mlp_backward));
 }
 
-#ifndef FUSEWISE_CUDA_VERSION  // no tensors, so no device: the CPU library has it
+#ifndef FUSEWISE_CUDA_VERSION  // no tensors, so no device: only the CPU library has it
 namespace {
 
 bool mlp_is_kept(const Text& activation, bool last) {

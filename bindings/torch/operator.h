@@ -1,6 +1,7 @@
 #pragma once
 
-// An operator for torch, from its description alone: schemas, the memory of results, the calls.
+// Defines an operator for torch from its description alone: schemas, allocation of results, the
+// calls.
 //
 //   _NAME(inputs, choices, flags, save, implementation) -> (output, saved)
 //   _NAME_backward(gradient, inputs that backward reads, saved, choices, flags, needed,
@@ -8,8 +9,8 @@
 //   _NAME_explain(inputs, choices, flags, save, backward, implementation) -> text
 //   _NAME_description() -> text
 //
-// `saved` is the one tensor that forward saves, or several one after another; empty where `save` is
-// false or there is none.
+// `saved` is the one tensor that forward saves, or several, one after another. It is empty if
+// `save` is false or the operator saves nothing.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -26,10 +27,10 @@
 
 namespace fusewise::binding {
 
-/// Room for the tensors of an operator, of which the last stays absent, and for its choices.
+/// Capacity for an operator's tensors, of which the last stays absent, and for its choices.
 inline constexpr std::size_t kMostTensors = 32, kMostChoices = 4;
 
-/// What a call has brought along and what it will give back, for an operator and one direction.
+/// The arguments and results of one call, for one operator and one direction.
 template <const auto& kOperator, typename Call>
 class TorchCall {
   using Operator = std::remove_cvref_t<decltype(kOperator)>;
@@ -39,7 +40,7 @@ class TorchCall {
  public:
   Call call;
 
-  /// Takes over all values on the stack, in the schema's order, before anything can fail: what is
+  /// Takes over all values on the stack, in the schema's order, before anything can fail. Values
   /// left there would never be freed.
   explicit TorchCall(StableIValue* stack, bool explains = false) : next_(stack) {
     if constexpr (kBackward) gradient_ = take<Tensor>();
@@ -71,7 +72,7 @@ class TorchCall {
   bool explains_backward() const { return explains_backward_; }
   const Tensor& first() const { return *tensors_[0]; }
 
-  /// Points the call at its inputs, and backward's at the gradient that comes in, and checks them.
+  /// Points the call at its inputs, for backward also at the incoming gradient, and checks them.
   void read_inputs(Device device) {
     for (std::size_t i = 0; i < kOperator.tensors.size(); ++i) {
       const Rule& t = kOperator.tensors[i];
@@ -97,7 +98,7 @@ class TorchCall {
                            GivenTensors(kOperator, call, GivenTensors::Which::inputs), device);
   }
 
-  /// Whether the call's choices lead to this output.
+  /// Whether the call's choices select this output.
   bool is_output(const Rule& t) const { return t.role == Role::output && is_with(t, words_[0]); }
   bool is_needed(std::size_t input) const { return (mode_ >> input & 1) != 0; }
 
@@ -138,9 +139,9 @@ class TorchCall {
     }
   }
 
-  /// Of backward: points the call at what came from forward, and checks it.
+  /// Backward only: points the call at the tensors that forward saved, and checks them.
   void read_saved(Device device) {
-    saved_ = dense(*saved_);  // hooks on saved tensors may bring back any strides
+    saved_ = dense(*saved_);  // hooks on saved tensors may return any strides
     const TensorView saved = view_of("saved", *saved_), expected = foreseen_saved();
     check(saved.device == device, "saved: expected a tensor on ", device, ", got one on ",
           saved.device);
@@ -153,12 +154,12 @@ class TorchCall {
  private:
   static TensorView nothing() { return {nullptr, DType::f32, {}, {0}}; }
 
-  /// Keeps a copy for the time of the call.
+  /// Keeps a copy alive for the duration of the call.
   void hold(std::optional<Tensor> copy) {
     if (copy.has_value()) copies_.push_back(*std::move(copy));
   }
 
-  /// Whether the core reads what is in an input. For backward that may depend on what is needed.
+  /// Whether the core reads the contents of an input. For backward this may depend on `needed`.
   bool is_read(const Rule& t) const {
     if constexpr (kBackward) {
       std::size_t input = 0;
@@ -170,7 +171,7 @@ class TorchCall {
     }
     return true;
   }
-  /// Of what nobody reads, the shape is enough: no strides are wrong.
+  /// If nobody reads the contents, only the shape matters, so any strides are allowed.
   static void point_at_shape(TensorView& view, const Rule& t, const Tensor& tensor) {
     if (has_leading(t.shape)) {
       join_leading(t.name, tensor, view);
@@ -194,7 +195,7 @@ class TorchCall {
     }
   }
 
-  /// The tensor whose shape this result has; where there is none, one that is absent.
+  /// Index of the tensor whose shape this result has. If there is none, index of an absent one.
   std::size_t model_of(const Rule& t) const {
     const bool named = t.shape[0] >= 'a';
     for (std::size_t i = 0; i < kOperator.tensors.size(); ++i) {
@@ -220,7 +221,7 @@ class TorchCall {
   }
 
   StableIValue* next_;
-  std::array<std::optional<Tensor>, kMostTensors> tensors_;  // by the rules' order
+  std::array<std::optional<Tensor>, kMostTensors> tensors_;  // in the rules' order
   std::optional<Tensor> gradient_, saved_;
   std::vector<Tensor> copies_;
   std::array<Text, kMostChoices> words_;
@@ -302,7 +303,7 @@ class OperatorBinding {
     stack[0] = torch::stable::detail::from(results);
   }
 
-  /// What would run may have to be measured, on tensors as those of the call.
+  /// Explaining may require measurements, so it allocates tensors like those of the call.
   static void explain(StableIValue* stack, std::uint64_t, std::uint64_t) {
     ForwardCall torch_call(stack, true);
     const CallContext context(torch_call.first());
@@ -318,7 +319,7 @@ class OperatorBinding {
   }
 
  private:
-  /// A forward call that is ready to run: its output and what it saves.
+  /// Prepares a forward call for running. Returns its output and the saved tensor.
   static std::pair<Tensor, Tensor> prepare(ForwardCall& torch_call, const CallContext& context,
                                            bool save) {
     torch_call.read_inputs(context.get().device);
@@ -333,7 +334,7 @@ class OperatorBinding {
     return {output, saved};
   }
 
-  /// Of all gradients.
+  /// Explains backward with all gradients wanted.
   static std::string explain_backward(ForwardCall& torch_call, const Context& context) {
     typename Operator::Forward& forward = torch_call.call;
     typename Operator::Backward call;

@@ -1,4 +1,4 @@
-// The operators of one device. Compiled once for each: FUSEWISE_DEVICE is CPU or CUDA.
+// The operators of one device. Compiled once per device: FUSEWISE_DEVICE is CPU or CUDA.
 
 #include "common/operators.h"
 

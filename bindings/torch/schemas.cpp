@@ -1,5 +1,5 @@
-// Every operator's schema. They start with an underscore because they carry no gradient:
-// fusewise.functional is the public door.
+// Every operator's schema. The names start with an underscore because the operators are not
+// differentiable: fusewise.functional is the public interface.
 
 #include "common/operators.h"
 #include "operator.h"
@@ -9,7 +9,7 @@ using namespace fusewise::binding;
 
 namespace {
 
-/// The names, a line each.
+/// The names, one per line.
 std::string operators() {
   std::string names;
 #define FUSEWISE_NAME(name, Name) names += #name "\n"

@@ -1,6 +1,6 @@
 #pragma once
 
-// Text as an argument of an operator.
+// A string as an argument of an operator.
 
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
@@ -8,7 +8,7 @@
 
 namespace fusewise::binding {
 
-/// In place of std::string, whose conversion in torch 2.11 loses 48 bytes at every call.
+/// Used instead of std::string, whose conversion in torch 2.11 leaks 48 bytes at every call.
 struct Text : std::string {
   using std::string::string;
 };
