@@ -1,14 +1,14 @@
-// Laboratory: the autoencoder's kernels against an fp64 reference on the CPU, beside a plain fp32
-// evaluation of the same formula, then their times by graph replay on rotating buffers. Not
-// shipped.
+// Laboratory: compares the autoencoder's kernels with an fp64 reference on the CPU, together with a
+// plain fp32 evaluation of the same formula. Then times them by graph replay on rotating buffers.
+// Not shipped.
 //
 //   cmake --preset core -DFUSEWISE_LAB=ON && cmake --build --preset core
 //   build/core/lab/autoencoder_plans check|large|small|time|sizes|profile [DTYPE]
 //
 // DTYPE: f32, tf32, bf16, bf16/f32, f16 or f64.
 //
-// large: 65536 rows; small: few rows, for compute-sanitizer; sizes: other models than the default
-// one, fused and by products; profile: one call each way, for ncu.
+// large: 65536 rows; small: few rows, for compute-sanitizer; sizes: models other than the default
+// one, with fused kernels and with GEMMs; profile: one forward and one backward call, for ncu.
 
 #include <algorithm>
 #include <cmath>
@@ -37,7 +37,7 @@ namespace {
 
 constexpr Device kGpu{DeviceType::cuda, 0};
 
-/// Gives out the same memory to every call, as a caching allocator does.
+/// Returns the same memory to every call, as a caching allocator does.
 class Stack : public Allocator {
  public:
   explicit Stack(std::size_t bytes) { check_cuda(cudaMalloc(&base_, bytes), "scratch"); }
@@ -81,7 +81,7 @@ A phi(A v) {
   return A(0.5) * (A(1) + std::erf(v * A(0.70710678118654752440)));
 }
 
-/// Forward and, with gradients coming in, backward, in A throughout, straight from the definition.
+/// Forward and, if gradients are passed, backward, in A throughout, directly from the definition.
 template <typename A>
 Results<A> reference(const cuda::AutoencoderSizes& s,
                      const std::vector<std::vector<float>>& parameters, const std::vector<float>& x,
@@ -305,7 +305,7 @@ struct Mode {
   const char* name;
   DType dtype, parameters;
   bool tf32;
-  double loose;  ///< of the largest value, where a plain fp32 evaluation is no measure
+  double loose;  ///< relative to the largest value, if plain fp32 is no measure
 };
 const Mode kModes[] = {{"f32", DType::f32, DType::f32, false, 0},
                        {"tf32", DType::f32, DType::f32, true, 4e-3},
@@ -389,7 +389,7 @@ struct Problem {
             .x_stride = sizes.frames * sizes.n_mels,
             .dx = dx};
   }
-  /// Prints how far a result is off, in units of what is allowed.
+  /// Prints the error of a result, in units of the allowed error.
   double judge(const void* got, DType type, const std::vector<double>& want,
                const std::vector<float>& plain) const {
     const auto values = download(got, want.size(), type);
@@ -402,7 +402,7 @@ struct Problem {
     }
     const double allowed =
         mode.loose > 0 ? mode.loose * scale + 1e-12 : 2 * plain_error + 4 * 1.1920929e-7 * scale;
-    // The scale here is the largest value, not the larger sum of |terms|: hence some more.
+    // The scale here is the largest value, not the larger sum of |terms|, so allow twice as much.
     if (!(error <= 2 * allowed)) ++failures;
     return error == 0 ? 0 : error / allowed;
   }
@@ -530,7 +530,7 @@ int main(int argc, char** argv) {
   Stack stack(std::size_t{2} << 30);
   const Context context{.device = kGpu, .stream = stream, .allocator = &stack};
   const DeviceLimits& limits = limits_of(kGpu);
-  // What is chosen; where that is GEMMs, the first kernel that could take the call.
+  // The chosen kernel or, if that is the GEMM path, the first fused kernel that can take the call.
   const auto run_fused = [&](const auto& kernels, const auto& call) {
     const auto* taken = &choose(limits, call);
     if (taken == std::end(kernels) - 1) {
@@ -589,7 +589,7 @@ int main(int argc, char** argv) {
         if (kForwardKernels[3].declines(limits, p.forward()).empty()) {  // padded
           check_forward(p, "chosen", want, plain, fused);
           if (sizes.rows > 10000) {
-            // The reference takes long; one gradient comes in.
+            // The reference takes long, so pass only one gradient.
             check_backward(p, "chosen", fused, nullptr, 1);
             continue;
           }
@@ -629,7 +629,7 @@ int main(int argc, char** argv) {
     return failures != 0;
   }
 
-  if (what == "profile") {  // one call each way, for a profiler
+  if (what == "profile") {  // one forward and one backward call, for a profiler
     for (const Mode& mode : kModes) {
       if (only != mode.name) continue;
       const Problem p({65536, 64, 5, 32, 64}, mode);
@@ -683,7 +683,7 @@ int main(int argc, char** argv) {
                       sizes.n_mels, sizes.frames, sizes.latent, sizes.slice_latent,
                       static_cast<long long>(rows));
           const auto show = [&](const char* name, const auto& call) {
-            general(call);  // the vendor's library starts outside of a graph
+            general(call);  // the vendor's library must initialise outside of a graph
             std::printf(" %s: fused %.1f, products %.1f, taken: %s |", name,
                         time_us(stream, 8, [&](int) { fused(call); }),
                         time_us(stream, 8, [&](int) { general(call); }), choose(limits, call).name);
@@ -720,7 +720,7 @@ int main(int argc, char** argv) {
       check_cuda(cudaMalloc(&small_memory, 1 << 20), "packed");
       check_cuda(cudaMalloc(&small, rows * 32 * 4), "z");
       check_cuda(cudaMalloc(&d_score, rows * 4), "d_score");
-      // Random rows, over and over.
+      // The same random rows, repeated.
       std::vector<unsigned char> pattern(std::size_t{4096} * 320 * size_of(mode.dtype));
       {
         cuda::AutoencoderSizes s = sizes;

@@ -1,11 +1,12 @@
-// Which of cuBLASLt's epilogues fuse, and which win: the tables of docs/journal/linear.md.
+// Which of cuBLASLt's epilogues are fused, and which are faster: the tables of
+// docs/journal/linear.md.
 //
 //   cmake --preset core -DFUSEWISE_LAB=ON && cmake --build --preset core
 //   build/core/lab/linear_epilogues
 //
-// For each size, type, product and epilogue: the time of the heuristic's first algorithm, that of
-// the fastest of its candidates, and how many nodes a call puts into a graph (a fused epilogue adds
-// none). Then what relu and its mask make of 0 and of NaN.
+// For each size, type, GEMM and epilogue it prints the time of the heuristic's first algorithm, the
+// time of the fastest candidate, and how many nodes a call adds to a graph (a fused epilogue adds
+// none). Then it shows what relu and its mask do with 0 and NaN.
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -37,7 +38,7 @@ constexpr Type kTypes[] = {{"fp32", CUDA_R_32F, CUBLAS_COMPUTE_32F, 4},
 struct Epilogue {
   const char* name;
   cublasLtEpilogue_t kind;
-  bool vector, mask, values;  // reads or writes a bias, a mask of bits, the values before gelu
+  bool vector, mask, values;  // uses a bias, a mask of bits, the values before gelu
 };
 constexpr Epilogue kForward[] = {
     {"bare", CUBLASLT_EPILOGUE_DEFAULT, false, false, false},
@@ -71,7 +72,7 @@ struct Machine {
   }
 };
 
-/// d [m, n] = a [m, k] b [k, n], column-major as the library wants it.
+/// d [m, n] = a [m, k] b [k, n], column-major as the library requires.
 struct Product {
   const Machine& machine;
   cublasLtMatmulDesc_t operation{};
@@ -142,7 +143,7 @@ struct Product {
   }
 
   double microseconds(const cublasLtMatmulAlgo_t& algorithm) const {
-    run(algorithm);  // loads its kernels, which a capture may not
+    run(algorithm);  // loads its kernels, which is not allowed in a capture
     const auto call = [&](int) { run(algorithm); };
     const double once = lab::time_us(machine.stream, 1, call);
     const int calls = std::clamp(static_cast<int>(kSampleUs / once), 2, kCalls);
@@ -206,7 +207,7 @@ void measure(const Machine& machine) {
   }
 }
 
-/// Three rows of z = 0, of NaN and of 1, by each algorithm: what y is, and the mask's bit.
+/// Three rows of z = 0, of NaN and of 1, with each algorithm: prints y and the mask's bit.
 void show_corner_cases(const Machine& machine) {
   constexpr int kRows = 3, kIn = 64, kOut = 128;
   const Type& type = kTypes[3];

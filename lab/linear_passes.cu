@@ -1,5 +1,6 @@
-// Laboratory: the passes of linear + activation beside a plain copy, by graph replay: on one set of
-// buffers where these fit the cache ("warm"), and on rotating ones ("cold"). Not shipped.
+// Laboratory: the elementwise kernels of linear + activation compared with a plain copy, by graph
+// replay. "warm": on one set of buffers, if these fit the cache. "cold": on rotating buffers. Not
+// shipped.
 //
 //   cmake --preset core -DFUSEWISE_LAB=ON && cmake --build --preset core
 //   build/core/lab/linear_passes
@@ -20,7 +21,7 @@ namespace {
 constexpr Device kGpu{DeviceType::cuda, 0};
 constexpr std::size_t kRoom = std::size_t{6} << 30;  // a quarter for each operand
 
-/// Gives out the same memory to every call, as a caching allocator does.
+/// Returns the same memory to every call, as a caching allocator does.
 class Same : public Allocator {
  public:
   Same() { check_cuda(cudaMalloc(&memory_, 1 << 28), "scratch"); }

@@ -3,10 +3,10 @@
 //   cmake --preset core -DFUSEWISE_LAB=ON && cmake --build --preset core
 //   build/core/lab/lost_terms
 //
-// d = a^T b with a of ones and b[k][j] = 1 where k % n == j, so that every row counts in one column
-// and d tells how many were added. Each suggested algorithm that cuts the sum into parts runs with
-// many numbers of parts. Rows are lost where the whole steps of a kernel go evenly into its parts
-// and there is a rest; the program counts how often that rule is wrong.
+// d = a^T b, where a is all ones and b[k][j] = 1 if k % n == j. Every row counts in exactly one
+// column, so d shows how many rows were summed. Each suggested split-K algorithm runs with many
+// numbers of parts. The rule: rows are lost if a kernel's number of whole steps is divisible by the
+// number of parts and there is a remainder. The program counts how often this rule is wrong.
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -33,7 +33,7 @@ __global__ void fill(T* a, T* b, long rows, int m, int n) {
   for (long i = first; i < rows * n; i += step) b[i] = T(i / n % n == i % n ? 1.f : 0.f);
 }
 
-/// Terms that a kernel takes in one step; 0 of the older kernels, which do not tell.
+/// Number of terms that a kernel sums in one step. 0 for older kernels, which do not report it.
 int step_of(int stages) {
   if (stages == CUBLASLT_MATMUL_STAGES_768xAUTO) return 768;
   const bool tells =

@@ -1,6 +1,6 @@
-// Laboratory: times the cluster kernels under many plans, beside the two-pass and general ones, for
-// EfficientNet-B4's blocks (batch 32, float16, channels-last) and other shapes; each result
-// is compared with the general one first. Cold L2: buffers rotate. Not shipped.
+// Laboratory: times the cluster kernels under many plans, and the two-pass and general kernels, for
+// EfficientNet-B4's blocks (batch 32, float16, channels-last) and other shapes. Each result is
+// first compared with the general kernel's. Cold L2: buffers rotate. Not shipped.
 //
 //   cmake --preset core -DFUSEWISE_LAB=ON && cmake --build --preset core
 //   build/core/lab/squeeze_excite_plans
@@ -78,7 +78,7 @@ struct Case {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // A case and a plan, by name, where only these are wanted.
+  // Optional arguments: run only this case and this plan.
   const std::string only_case = argc > 1 ? argv[1] : "", only_plan = argc > 2 ? argv[2] : "";
   const std::vector<Case> cases = {
       {"48x190", 32, 48, 12, 190, 1, DType::f16, false},

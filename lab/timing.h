@@ -1,6 +1,6 @@
 #pragma once
 
-// What the experiments share: errors end the program, and calls are timed by graph replay.
+// Shared by the experiments: errors end the program, and calls are timed by graph replay.
 
 #include <cuda_runtime.h>
 
@@ -23,7 +23,7 @@ inline void check(bool right, const char* what) {
 
 using Run = std::function<void(int)>;
 
-/// A graph of so many calls, each told its number.
+/// A graph of `calls` calls. Each gets its index.
 inline cudaGraph_t capture(cudaStream_t stream, int calls, const Run& run) {
   cudaGraph_t graph{};
   CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -32,7 +32,7 @@ inline cudaGraph_t capture(cudaStream_t stream, int calls, const Run& run) {
   return graph;
 }
 
-/// Microseconds of a call: the median of seven replays of a graph of so many calls.
+/// Microseconds per call: the median of seven replays of a graph of `calls` calls.
 inline double time_us(cudaStream_t stream, int calls, const Run& run) {
   const cudaGraph_t graph = capture(stream, calls, run);
   cudaGraphExec_t executable{};
