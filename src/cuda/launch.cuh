@@ -24,8 +24,8 @@ struct Launch {
   int cluster = 1;
 };
 
-/// Allows a kernel to use all shared memory of a block and the largest clusters. Sets this on the
-/// GPU only once.
+/// Allows a kernel to use all shared memory of a block and the largest clusters. Done once per
+/// kernel, device and thread.
 void allow_all(const void* kernel, Device device);
 
 template <typename... Parameters, typename... Arguments>

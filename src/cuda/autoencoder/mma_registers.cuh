@@ -79,7 +79,7 @@ __device__ __forceinline__ float nearest_tf32(float value) {
 
 /// Mean relative error of truncating to TF32, averaged over the mantissas. Code that multiplies
 /// truncated numbers folds this into one of the factors. The remaining error is at most two thirds
-/// of the last kept bit, as good as without truncation, and has no bias.
+/// of the last kept bit. It is as good as zero on average and has no preferred sign.
 constexpr float kCutLoss = 3.3857e-4f;
 
 /// Rounds an operand of the tensor cores, in one instruction.

@@ -159,7 +159,8 @@ class Choices {
                        const std::string& text) {
     Algorithm first = first_suggestion(context, p.math.tune ? representative_of(p) : p);
     first.right = is_known_to_be_right(context, p, description, first);
-    // Remember it even if a later call may measure: results must not change within a process.
+    // Remember it: a later call might be allowed to measure, but results must not change within
+    // a process.
     if (p.math.tune) keep_choice(context, text, written(first), Lifetime::process);
     return first;
   }
