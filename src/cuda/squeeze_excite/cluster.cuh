@@ -9,7 +9,7 @@ namespace fusewise::cuda {
 
 std::string cluster_declines(const Context& context, const SqueezeExciteForward& call);
 std::string cluster_declines(const Context& context, const SqueezeExciteBackward& call);
-/// Not chosen when two_pass is faster, if two_pass can take the call.
+/// Why two_pass is expected to be faster. The caller checks whether two_pass can take the call.
 std::string cluster_yields(const Context& context, const SqueezeExciteBackward& call);
 void cluster_run(const Context& context, const SqueezeExciteForward& call);
 void cluster_run(const Context& context, const SqueezeExciteBackward& call);

@@ -18,7 +18,7 @@ template <typename Call>
 constexpr Implementation<Call> kGeneral{
     "general", [](const Context&, const Call&) { return std::string(); }, general_run};
 
-/// Not chosen only if two_pass is faster and can take the call.
+/// Why cluster is not chosen: two_pass is faster, and it can take the call.
 std::string yield_to_two_passes(const Context& context, const SqueezeExciteBackward& call) {
   std::string reason = cluster_yields(context, call);
   if (!reason.empty() && !two_pass_declines(context, call).empty()) reason.clear();
