@@ -21,8 +21,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/autoencoder/warp_tile.cuh"
 #include "cuda/autoencoder/selection.h"
+#include "cuda/autoencoder/warp_tile.cuh"
 #include "cuda/cuda_error.h"
 #include "cuda/device.h"
 #include "cuda/vector.cuh"

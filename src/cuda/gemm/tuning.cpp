@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "common/check.h"
-#include "common/tuning_cache.h"
 #include "common/lru.h"
 #include "common/scratch.h"
+#include "common/tuning_cache.h"
 #include "cuda/device.h"
 #include "fusewise/version.h"
 
