@@ -1,4 +1,4 @@
-"""What every Python test shares: the devices they run on, and a repeatable hypothesis."""
+"""Shared by all Python tests: the devices they run on, and a reproducible hypothesis profile."""
 
 import os
 import subprocess
@@ -6,8 +6,8 @@ import sys
 import tempfile
 import textwrap
 
-# OpenMP reads it when torch loads it. Threads that spin while they wait take the cores from those
-# that work: beside another job, a test of seconds then takes minutes.
+# OpenMP reads this when torch loads it. Threads that spin while they wait take cores from threads
+# that work. Next to another job, a test of seconds would then take minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest  # noqa: E402
@@ -17,7 +17,7 @@ from fusewise._amx import avoid_broken_amx  # noqa: E402
 
 try:
     import hypothesis
-except ImportError:  # a GPU machine may have torch and pytest alone; test_property.py says so
+except ImportError:  # a GPU machine may only have torch and pytest; test_property.py then skips
     hypothesis = None
 
 if hypothesis:
@@ -35,7 +35,7 @@ if hypothesis:
 
 avoid_broken_amx()
 
-# Algorithms are measured anew, and the user's own file of them is left alone.
+# Autotuning starts from an empty cache, and the user's own tuning cache is not touched.
 _CACHE = tempfile.TemporaryDirectory(prefix="fusewise-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
@@ -69,7 +69,7 @@ def _same_numbers_every_time():
 
 @pytest.fixture
 def few_threads():
-    """Small matrices: where cores are busy, threads would only wait for each other."""
+    """One thread: with small matrices on busy cores, more would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -78,7 +78,7 @@ def few_threads():
 
 @pytest.fixture(scope="session")
 def run_python():
-    """Runs a program in a fresh interpreter that finds the same modules; fails where it fails."""
+    """Runs a program in a new interpreter with the same sys.path; fails if the program fails."""
 
     def run(program, **environment):
         prelude = f"import sys\nsys.path[:0] = {sys.path!r}\n"

@@ -1,8 +1,8 @@
-"""Fails where a file, or a member of a wheel, says something about the machine that made it.
+"""Fails if a file, or a member of a wheel, reveals something about the machine that made it.
 
     python tools/check_leaks.py PATH...
 
-Looked for: home and temporary folders, this checkout, host and user names, package indexes.
+It looks for home and temporary folders, this checkout, host and user names, and package indexes.
 """
 
 import getpass
@@ -25,14 +25,14 @@ def patterns() -> dict[str, re.Pattern]:
         "package index": rb"https?://[^\s\"'<>]*/simple\b|--(?:extra-)?index-url",
     }
     for what, name in (("host name", socket.gethostname()), ("user name", getpass.getuser())):
-        # A short or everyday name would be found everywhere and prove nothing.
+        # A short or common name would be found everywhere and prove nothing.
         if len(name) >= 4 and name not in COMMON_NAMES:
             found[what] = rb"(?<![\w-])" + re.escape(name.encode()) + rb"(?![\w-])"
     return {what: re.compile(pattern) for what, pattern in found.items()}
 
 
 def contents(path: Path):
-    """Yields (name, bytes) of every file under `path`, and of what is inside a wheel."""
+    """Yields (name, bytes) of every file under `path`, and of the members of wheels."""
     if path.is_dir():
         for child in sorted(path.rglob("*")):
             if child.is_file():

@@ -1,4 +1,4 @@
-"""Fails where a wheel is not what one build for every torch and Python must be.
+"""Fails if a wheel cannot serve every supported torch and Python with one build.
 
 python tools/check_wheel.py WHEEL
 """
@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# torch brings these; a copy of our own would be a second one in the process.
+# torch ships these libraries; a copy in the wheel would be loaded a second time.
 FOREIGN = re.compile(r"lib(torch|c10|cu(da|blas|dnn|fft|rand|sparse|solver)|nv|python)")
 NEEDED = (
     "fusewise/_lib/libfusewise_naive_cpu.so",

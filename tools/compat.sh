@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# One build serves every torch from 2.11 on: the library that `make build` made, and the wheel of a
-# clean `pip install .`, both under the newest torch. `make test-compat` calls this.
+# Checks that one build serves every torch from 2.11 on. Tests the library from `make build` and the
+# wheel of a clean `pip install .`, both with the newest torch. `make test-compat` calls this.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 [ -x .venv-compat/bin/python ] || "${PYTHON:-python3}" -m venv .venv-compat
 pip=(.venv-compat/bin/python -m pip --disable-pip-version-check)
 
-# `pip install .` in its two halves, so that the wheel can be looked at in between.
-# The compiler by the name that CMake finds: by another one, ccache would not know the files again.
+# `pip install .` in two steps, so that the wheel can be checked in between. The compiler gets the
+# name under which CMake finds it; under another name, ccache would not recognise the files.
 rm -rf build/wheel
 CC=${CC:-cc} CXX=${CXX:-c++} "${pip[@]}" wheel . --no-deps --wheel-dir build/wheel
 .venv/bin/python tools/check_wheel.py build/wheel/*.whl

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fuzzes what reads files, for as many seconds as the first argument says: `make test-sanitize`.
+# Fuzzes the file reader for $1 seconds (default 60). `make test-sanitize` calls this.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +11,7 @@ mkdir -p build/fuzz/corpus
 clang++ -std=c++20 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
   -Iinclude -Isrc tests/fuzz/safetensors.cpp src/common/safetensors.cpp src/common/tensor.cpp \
   -o build/fuzz/safetensors
-# Files to start from: one that is right, and two that were once read wrongly.
+# The initial corpus: one valid file, and two that were once read wrongly.
 seed() {  # name, header, data
   local length
   length=$(printf '%08x' ${#2} | sed -E 's/(..)(..)(..)(..)/\\x\4\\x\3\\x\2\\x\1/')
@@ -20,7 +20,7 @@ seed() {  # name, header, data
 seed corpus/good '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"k":"v"}}' 12345678
 seed corpus/overflow '{"a":{"dtype":"F32","shape":[0,4611686018427387904,4],"data_offsets":[0,0]}}' ''
 seed corpus/negative '{"a":{"dtype":"F32","shape":[0,9223372036854775809],"data_offsets":[0,0]}}' ''
-# Many names, once: as a start it would slow down all the others.
+# A file with many names, run once. In the corpus it would slow down all other inputs.
 seed names "{\"__metadata__\":{$(seq -f '"%g":""' -s , 30000)}}" ''
 build/fuzz/safetensors -timeout=5 -verbosity=0 build/fuzz/names
 build/fuzz/safetensors -max_total_time="${1:-60}" -timeout=5 -rss_limit_mb=1024 -verbosity=0 \

@@ -2,9 +2,9 @@
 
     python3 tools/fuzz_calls.py [OPERATOR ...] [--device cuda] [--calls N] [--seed N] [--call I]
 
-Shapes, dtypes, strides, expanded tensors and gradients are drawn; every implementation that takes a
-call is checked, and mixed dtypes under autocast too. Without --seed each run draws other calls.
-Call I of a seed is always the same one, whatever ran before it: a failure prints the command that
+Draws shapes, dtypes, strides, expanded tensors and gradients. Checks every implementation that can
+run a call, and checks mixed dtypes under autocast too. Without --seed each run draws new calls.
+Call I of a seed is always the same, whatever ran before it. A failure prints the command that
 repeats it. Any failure makes the exit code 1.
 """
 
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads only slow small calls down
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow small calls down
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
@@ -31,16 +31,16 @@ import reference  # noqa: E402
 from fusewise._amx import avoid_broken_amx  # noqa: E402
 from layouts import Relay  # noqa: E402
 
-CALLS = 100  # of each operator
-DRAWS = 4  # that are held to the rule together, where a single one is a matter of luck
-SHOWN = 5  # failures of an operator that are printed in full
+CALLS = 100  # per operator
+DRAWS = 4  # checked together where the error of a single draw is a matter of luck
+SHOWN = 5  # failures per operator that are printed in full
 
 
-# --- what is drawn: one or more cases, of which all but the first only steady the verdict ---------
+# --- drawing one or more cases; all but the first only make the verdict more stable ---------------
 
 
 def size(rng, most):
-    """From 1 to `most`: small ones, multiples of 8 and anything else, a third of each."""
+    """From 1 to `most`: a third each are small numbers, multiples of 8, and any numbers."""
     kind = rng.randrange(3)
     if kind == 0:
         return rng.randint(1, min(most, 9))
@@ -48,7 +48,7 @@ def size(rng, most):
 
 
 def batch(rng, most):
-    """Of rows or images; seldom none."""
+    """The number of rows or images; rarely 0."""
     return 0 if rng.random() < 0.02 else size(rng, most)
 
 
@@ -81,9 +81,11 @@ def draw_leading(rng):
 
 
 def draw_layouts(rng, *ranks):
-    """Of tensors that are multiplied. At most one has dimensions of stride 0: where both factors
-    stay the same along a sum, it is one term many times, and which way that rounds, in the
-    vendor's product too, is a matter of luck."""
+    """Layouts of tensors that are multiplied. At most one of them has dimensions of stride 0.
+
+    If both factors are constant along a sum, it adds the same term many times. How that rounds is a
+    matter of luck, in the vendor's GEMM too.
+    """
     layouts, found = [], False
     for rank in ranks:
         layout = Relay.drawn(rng, rank)
@@ -108,15 +110,16 @@ def draw_linear_act(rng, device):
 
 
 def draw_mlp(rng, device):
-    """Several draws: where rows and weights are alike, few errors are independent."""
+    """Several draws: if rows and weights are alike, few rounding errors are independent."""
     kinds, dtypes = sorted(linear_reference.ACTIVATIONS), draw_dtypes(rng)
     activation, final_activation = rng.choice(kinds), rng.choice(kinds)
     if final_activation == "relu" and dtypes[0].itemsize == 2:
-        # The reference knows the rounded activations of a call only where relu made them. Behind
-        # others, their rounding to half precision decides the sign of z, for torch too.
+        # The reference only knows a call's rounded activations after relu. After other activations,
+        # their rounding to half precision decides the sign of z, in torch too.
         activation = "relu"
     leading, bias = draw_leading(rng), rng.random() < 0.7
-    # A float64 reference is no better than a float64 call, and in deep stacks its own errors show.
+    # A float64 reference is no more precise than a float64 call; in deep stacks its own errors
+    # show.
     layers = rng.randint(1, 2 if dtypes[0] == torch.float64 else 4)
     sizes = [size(rng, 100) for _ in range(layers + 1)]
     rank = len(leading) + 1
@@ -144,7 +147,7 @@ def draw_autoencoder(rng, device):
     if rng.random() < 0.3:
         sizes = autoencoder_reference.DEFAULT
     else:
-        # Of two values a LayerNorm makes plus and minus one: its gradient is nothing but rounding.
+        # A LayerNorm of two values gives plus and minus one; its gradient is nothing but rounding.
         sizes = {
             "n_mels": 2 + size(rng, 40),
             "frames": rng.randint(1, 6),
@@ -158,7 +161,7 @@ def draw_autoencoder(rng, device):
     )
     x = relaid(rng, case.x)
     frames = x.reshape(rows, sizes["frames"], sizes["n_mels"])
-    if frames.double().std(-1).min() > 0.1:  # equal values leave norms nothing but noise
+    if frames.double().std(-1).min() > 0.1:  # equal values leave a LayerNorm only noise
         case.x = x
     case.gradient = relaid(rng, case.gradient)
     weights = [relaid(rng, w) if w.dim() == 2 else w for w in case.weights]
@@ -185,15 +188,15 @@ def drawn(operator, device, seed, number):
 
 
 def check(case, *others):
-    """The rule, for every implementation and under autocast."""
+    """Checks the accuracy rule for every implementation, and under autocast."""
     case.check_every_implementation(*others)
     if case.x.dtype != case.inputs[1].dtype:
         check_under_autocast(case, *others)
 
 
 def check_under_autocast(case, *others):
-    """Of float32 data that the half type holds exactly, so that the same values are right."""
-    scales_x = isinstance(case, reference.Case)  # and so keeps its dtype
+    """Runs on float32 data that is exact in half precision, so that the same reference holds."""
+    scales_x = isinstance(case, reference.Case)  # squeeze_excite keeps x's dtype
 
     def under_autocast(fn):
         def call(x, *rest, **options):
@@ -206,7 +209,7 @@ def check_under_autocast(case, *others):
 
 
 def check_together(case, *others, wrap=lambda fn: fn):
-    """The rule for several draws, and the operator as `wrap` calls it."""
+    """Checks the rule for several draws at once, calling the operator through `wrap`."""
     if isinstance(case, autoencoder_reference.Case):
         fn = wrap(autoencoder_reference.autoencoder)
         autoencoder_reference.check_together(case, *others, fn=fn)
@@ -217,7 +220,7 @@ def check_together(case, *others, wrap=lambda fn: fn):
 
 
 def failures_by_implementation(case, *others):
-    """Which of them broke the rule, and by how much."""
+    """Which implementations broke the rule, and by how much."""
     for choice in ({}, *case.implementations()):
         name = ", ".join(f"{key}={value}" for key, value in choice.items()) or "as chosen"
         try:
@@ -228,7 +231,7 @@ def failures_by_implementation(case, *others):
 
 
 def described(case):
-    """Every argument; of a tensor dtype, shape, strides and where in its memory it starts."""
+    """All arguments; for tensors the dtype, shape, strides and storage offset."""
     for field in dataclasses.fields(case):
         value = getattr(case, field.name)
         tensors = value if isinstance(value, list) else [value]
@@ -246,14 +249,14 @@ def report(error, cases, command):
     print(f"\nFAILED: {type(error).__name__}: {error}")
     for line in described(cases[0]):
         print(f"  {line}")
-    if "CUDA error" not in str(error):  # after which no call works
+    if "CUDA error" not in str(error):  # after a CUDA error no call works
         for line in failures_by_implementation(*cases):
             print(f"  {line}")
     print(f"  repeat: {command}", flush=True)
 
 
 def fuzz(operator, device, seed, numbers):
-    """How many of the calls failed."""
+    """The number of failed calls."""
     failed = 0
     for number in numbers:
         cases = drawn(operator, device, seed, number)
@@ -263,7 +266,7 @@ def fuzz(operator, device, seed, numbers):
         )
         try:
             check(*cases)
-        except Exception as error:  # whatever a call raises is a finding
+        except Exception as error:  # any exception is a finding
             failed += 1
             if failed <= SHOWN:
                 report(error, cases, command)
@@ -287,7 +290,7 @@ def main(arguments=None):
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU was found")
     avoid_broken_amx()
-    # Algorithms are measured anew, and the user's own file of them is left alone.
+    # Autotuning starts from an empty cache, and the user's own tuning cache is not touched.
     with tempfile.TemporaryDirectory(prefix="fusewise-fuzz-") as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         return run(options)

@@ -4,12 +4,12 @@
     python3 tools/gpu.py --list
     python3 tools/gpu.py --summary [FOLDER ...]
 
-Without parts all of them, and the summary. Every run builds what is missing first. A part that
-passed for the same sources is not run again, unless asked. What came of a part is one file,
-gpu-results/parts/PART.json; its logs, and what the benchmark wrote, are in PART.tar.gz beside it.
-A part that fails is recorded and the next one runs; any failure makes the exit code 1. Installs
-nothing. The summary is of all files in the folders, by default of gpu-results/parts, and meant for
-docs/results/.
+Without parts it runs all of them and writes the summary. Every run first builds what is missing. A
+part that has passed with the same sources is skipped, unless --again is given. The result of a part
+is gpu-results/parts/PART.json. Its logs, and the benchmark's output, are in PART.tar.gz next to it.
+If a part fails, the failure is recorded and the next part runs; any failure makes the exit code 1.
+Nothing is installed. The summary covers all result files in the folders, by default those in
+gpu-results/parts. It is meant for docs/results/.
 """
 
 import argparse
@@ -49,9 +49,9 @@ from gpu_records import (
 )
 
 OUT = ROOT / "gpu-results"
-SECONDS = 480  # that a part may take
-NO_TESTS = 5  # pytest's exit code for a share without tests
-# The first CMake on the path may be a system's old one; one beside this Python is ours.
+SECONDS = 480  # limit for one part
+NO_TESTS = 5  # pytest's exit code if a share has no tests
+# The first CMake on the path may be an old one of the system. Prefer the one next to this Python.
 ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "PYTHONPATH": os.pathsep.join(
@@ -61,8 +61,10 @@ ENVIRONMENT = os.environ | {
 
 
 def run(job: Job, log: Path, timeout: float, show: bool, **environment) -> tuple[int, Step]:
-    """Runs a command with its output in a file and, where `show`, on the screen. The exit code, and
-    what came of it."""
+    """Runs a command; writes its output to `log` and, with `show`, to the screen.
+
+    Returns the exit code and the step's result.
+    """
     print(f"=== {job.step}: {' '.join(map(str, job.command))}", flush=True)
     begin = time.monotonic()
     process = subprocess.Popen(
@@ -73,13 +75,13 @@ def run(job: Job, log: Path, timeout: float, show: bool, **environment) -> tuple
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that a timeout ends the children too
+        start_new_session=True,  # so that a timeout also ends the children
     )
     stopped = threading.Event()
 
     def stop():
         stopped.set()
-        # The benchmark keeps what it has on the first of them.
+        # On the first SIGINT the benchmark saves the results that it has.
         os.killpg(process.pid, signal.SIGINT)
         try:
             process.wait(10)
@@ -111,8 +113,11 @@ def run(job: Job, log: Path, timeout: float, show: bool, **environment) -> tuple
 
 @contextmanager
 def shared_gpu():
-    """What the tests' processes get in their environment. Without the multi-process service, a GPU
-    serves one process at a time, for milliseconds each, and ten of them mostly wait."""
+    """Starts the multi-process service (MPS); yields the environment that the tests need for it.
+
+    Without MPS a GPU serves one process at a time, in slices of milliseconds, and ten processes
+    mostly wait.
+    """
     control = shutil.which("nvidia-cuda-mps-control")
     with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
         names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
@@ -146,7 +151,7 @@ def build(out: Path) -> tuple[list[Step], list[Failure]]:
 
 
 def run_jobs(part: Part, out: Path, arguments: str) -> tuple[list[Step], Tests]:
-    """All jobs of a part, side by side."""
+    """Runs all jobs of a part in parallel."""
     jobs = part.jobs(out, arguments)
     tests = Tests()
 
@@ -216,7 +221,7 @@ def archive(name: str) -> Path:
 
 @functools.cache
 def describe() -> dict:
-    """The machine; raises SystemExit where it has no GPU that torch can use."""
+    """The machine; raises SystemExit if it has no GPU that torch can use."""
     program = (
         "import json; from fusewise.bench.environment import describe;"
         "print(json.dumps(describe('cuda')))"
@@ -230,7 +235,7 @@ def describe() -> dict:
 
 
 def commit() -> str:
-    """Where the library that could tell it is not built."""
+    """The commit, for the case that the library, which could tell it, is not built."""
     if named := ENVIRONMENT.get("FUSEWISE_COMMIT"):
         return named
     found = subprocess.run(
@@ -240,7 +245,7 @@ def commit() -> str:
 
 
 def run_parts(parts: list[Part], again: bool, arguments: str) -> bool:
-    """Whether all passed: now, or before for the same sources."""
+    """Whether all parts passed: now, or earlier with the same sources."""
     known = read_records([OUT / "parts"])
     done = []
     builds = gpu_parts.all_parts()["build"]
@@ -252,7 +257,7 @@ def run_parts(parts: list[Part], again: bool, arguments: str) -> bool:
             continue
         record = run_part(part, arguments)
         if part is not builds or not (current and record.passed):
-            # Of a build that had nothing to do, the time that it once took is kept.
+            # A build that had nothing to do keeps the record, and the time, of the real build.
             record.write(OUT / "parts" / f"{part.name}.json")
         done.append(record)
         if part is builds:
@@ -269,7 +274,7 @@ def run_parts(parts: list[Part], again: bool, arguments: str) -> bool:
 
 
 def list_parts() -> None:
-    """With how long each took when it last ran: here, or in a summary that is kept."""
+    """Lists the parts and how long each last took, here or according to a stored summary."""
     records = read_records([OUT / "parts"])
     kept = {}
     for path in sorted((ROOT / "docs" / "results").glob("*/parts.json")):
@@ -283,7 +288,7 @@ def list_parts() -> None:
 
 
 def write_summary(folders: list[Path]) -> bool:
-    """summary.md, and parts.json with the figures that `list_parts` reads."""
+    """Writes summary.md, and parts.json with the figures that `list_parts` reads."""
     records = read_records(folders)
     digests = {name: gpu_parts.digest(part) for name, part in gpu_parts.all_parts().items()}
     good, page = summary(records, digests)

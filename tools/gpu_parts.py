@@ -1,4 +1,4 @@
-"""The parts of `make gpu`: what each runs, and which files of the tree it tests."""
+"""The parts of `make gpu`: what each part runs, and which source files it tests."""
 
 import hashlib
 import re
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARES = 12  # of the tests in tests/python, side by side
-GPU_SHARES = 4  # of those in tests/gpu
-LARGE = "2_to_the_31"  # tests of that name take 45 GiB each, so they run one after the other
+SHARES = 12  # parallel processes for tests/python
+GPU_SHARES = 4  # parallel processes for tests/gpu
+LARGE = "2_to_the_31"  # these tests take 45 GiB each, so they run one after the other
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 REST = "rest"  # tests that belong to no family
 
@@ -19,9 +19,9 @@ REST = "rest"  # tests that belong to no family
 @dataclass(frozen=True)
 class Family:
     words: tuple[str, ...]
-    """A file with one of them in its path belongs to the family."""
+    """A file with one of these words in its path belongs to the family."""
     bench: tuple[str, ...]
-    """What `fusewise bench` calls its operators."""
+    """Its operators' names in `fusewise bench`."""
     uses: tuple[str, ...] = ()
     """Families whose files its own sources include."""
 
@@ -37,29 +37,29 @@ FUZZ_CALLS = 300
 
 @dataclass(frozen=True)
 class Job:
-    """One command of a part. The jobs of a part run side by side."""
+    """One command of a part. The jobs of a part run in parallel."""
 
     step: str
     command: list
     environment: dict = field(default_factory=dict)
     found: str = ""
-    """Which text of its log belongs into the summary, as a regular expression."""
+    """A regular expression for the text of the log that goes into the summary."""
     problem: Callable[[str], str] = lambda log: ""
-    """What its log says of a failure that its exit code does not tell."""
+    """Finds a failure in the log that the exit code does not show."""
 
 
 @dataclass(frozen=True)
 class Part:
     name: str
     jobs: Callable[[Path, str], list[Job]]
-    """From the folder for what they write, and the arguments of the benchmark."""
+    """Makes the jobs from the output folder and the arguments of the benchmark."""
     sources: Callable[[], Iterable[Path]]
     shares_gpu: bool = False
-    """Whether its jobs use the GPU together, by the multi-process service."""
+    """Whether its jobs share the GPU through NVIDIA's multi-process service (MPS)."""
 
 
 def owner(path: Path) -> str | None:
-    """The family that a file belongs to; None where it is everyone's."""
+    """The family that a file belongs to; None if it belongs to all of them."""
     text = path.relative_to(ROOT).as_posix() if path.is_absolute() else path.as_posix()
     names = (name for name, family in FAMILIES.items() if any(w in text for w in family.words))
     return next(names, None)
@@ -69,13 +69,13 @@ def owner(path: Path) -> str | None:
 
 COMPILED = ("CMakeLists.txt", "CMakePresets.json", "cmake", "include", "src", "bindings")
 PACKAGE = "python/fusewise"
-# What of the package measures and tells, and computes nothing that a test of an operator sees.
+# The parts of the package that measure and report. Tests of operators do not depend on them.
 MEASURING = tuple(f"{PACKAGE}/{name}/" for name in ("bench", "lessons", "profile", "report"))
 REFERENCES = (f"{PACKAGE}/bench/accuracy.py", f"{PACKAGE}/bench/families/")
 
 
 def files(*names: str) -> list[Path]:
-    """Those of the tree, without what a build or a run leaves there."""
+    """Files of the source tree, without build products and caches."""
     found = []
     for name in names:
         path = ROOT / name
@@ -85,7 +85,7 @@ def files(*names: str) -> list[Path]:
 
 
 def operators(family: str | None = None) -> list[Path]:
-    """What computes: all of it, or without the other families' own files."""
+    """The sources that compute. With a family, the other families' own files are left out."""
     package = [p for p in files(PACKAGE) if computes(p.relative_to(ROOT).as_posix())]
     return of_family(family, files(*COMPILED) + package)
 
@@ -102,19 +102,19 @@ def of_family(family: str | None, paths: list[Path]) -> list[Path]:
 
 
 def test_files(folder: str, family: str) -> list[Path]:
-    """The tests of a family, or those of none."""
+    """The tests of a family, or those that belong to none."""
     wanted = None if family == REST else family
     return [p for p in sorted((ROOT / folder).glob("test_*.py")) if owner(p) == wanted]
 
 
 def helpers(*folders: str) -> list[Path]:
-    """What tests share."""
+    """The helper modules that tests share."""
     paths = files("tests/conftest.py", *folders)
     return [p for p in paths if p.suffix == ".py" and not p.name.startswith("test_")]
 
 
 def digest(part: Part) -> str:
-    """Changes with every file that the part tests or runs."""
+    """A hash of all files that the part tests or runs."""
     hashed = hashlib.sha256()
     for path in sorted(set(part.sources())):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -126,7 +126,7 @@ def digest(part: Part) -> str:
 
 
 def pytest_jobs(paths: list[Path], out: Path, shares: int) -> list[Job]:
-    # Several at once: with all cores each, they would only wait for each other.
+    # Several processes run at once. With all cores each, they would only wait for each other.
     threads = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "--device=cuda"]
     command += [path.relative_to(ROOT) for path in paths]
@@ -148,11 +148,12 @@ def ctest_jobs(out: Path, _: str) -> list[Job]:
 def sanitizer_jobs(program: list) -> list[Job]:
     def command(tool):
         checker = ["compute-sanitizer", "--tool", tool]
-        if tool != "racecheck":  # of whose findings not all are failures
+        if tool != "racecheck":  # not all of its findings are failures
             checker += ["--error-exitcode", "9"]
         return [*checker, *program]
 
-    # With its cache, torch hands out pieces of large blocks, and nothing is out of bounds.
+    # torch's caching allocator cuts tensors from large blocks, which would hide out-of-bounds
+    # accesses.
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     summary = r"(?:ERROR|RACECHECK) SUMMARY: (.*)"
     problems = {"racecheck": own_hazards}
@@ -163,9 +164,12 @@ def sanitizer_jobs(program: list) -> list[Job]:
 
 
 def own_hazards(log: str) -> str:
-    """What racecheck found outside of cuBLAS's kernels nvjet_*. These order their asynchronous
-    copies by barriers that it does not follow. When they are excluded by name, it fails itself
-    ("failed to handle a hardware exception")."""
+    """The hazards that racecheck found outside of cuBLAS's nvjet_* kernels.
+
+    Those kernels order their asynchronous copies by barriers that racecheck does not follow. They
+    cannot be excluded by name, because racecheck then fails itself ("failed to handle a hardware
+    exception").
+    """
     places = re.findall(r"Race reported between .*? at (.*?)\+0x", log)
     own = sorted({place for place in places if not place.startswith("nvjet_")})
     if "RACECHECK SUMMARY" not in log:
@@ -190,7 +194,7 @@ def python_part(kind: str, folder: str, family: str, shares: int) -> Part:
     shared = helpers("tests/python", folder)
 
     def sources():
-        if family == REST:  # they look at anything
+        if family == REST:  # these tests may read any file
             every = ("examples", "benchmarks", "tools", "pyproject.toml")
             return [*files(*COMPILED, PACKAGE, *every), *shared, *tests]
         return [*operators(family), *of_family(family, shared), *tests]
@@ -222,7 +226,7 @@ def cpp_sources() -> list[Path]:
 
 
 def all_parts() -> dict[str, Part]:
-    """By name, in the order in which they run. `build` has no job of its own: every run builds."""
+    """All parts by name, in the order in which they run. `build` has no jobs: every run builds."""
     binary = ROOT / "build" / "dev" / "tests" / "cpp" / "fusewise_tests"
     cpp_program = [binary, "--gtest_filter=*Cuda*Short*"]
     with_rest = (*FAMILIES, REST)
@@ -245,7 +249,7 @@ def all_parts() -> dict[str, Part]:
 
 
 def missing_tool(part: Part) -> str | None:
-    """What the part needs and this machine does not have."""
+    """The tool that the part needs and this machine does not have, or None."""
     if part.name.startswith("sanitize-") and shutil.which("compute-sanitizer") is None:
         return "compute-sanitizer is not on the path"
     return None

@@ -1,4 +1,4 @@
-"""What is known of the parts of `make gpu`: one file a part, and the summary of all of them."""
+"""Records of the parts of `make gpu`: one file per part, and the summary of all of them."""
 
 import json
 import re
@@ -13,7 +13,7 @@ SLOWEST = 15
 
 @dataclass
 class Step:
-    """One command: what came of it."""
+    """The result of one command."""
 
     step: str
     passed: bool
@@ -37,18 +37,18 @@ class Record:
     finished: str
     commit: str
     digest: str
-    """Of the files that the part tests, see gpu_parts.digest."""
+    """Hash of the files that the part tests, see gpu_parts.digest."""
     arguments: str = ""
-    """Of the benchmark, where it was not run as a whole."""
+    """The benchmark's arguments, if only some of its cases were run."""
     environment: dict = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
-    """How many tests, by reason."""
+    """The number of tests per reason."""
     slowest: list[tuple[str, float]] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     text: str = ""
-    """What belongs into the summary as it is."""
+    """Text that goes into the summary unchanged."""
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,13 +62,13 @@ class Record:
 
 
 def read_records(folders: list[Path]) -> dict[str, Record]:
-    """The last run of each part among all files of some folders, which several machines may have
-    filled."""
+    """The latest run of each part, from all files in the folders. The files may come from several
+    machines."""
     newest: dict[str, Record] = {}
     for path in (path for folder in folders for path in sorted(folder.rglob("*.json"))):
         found = json.loads(path.read_text())
         if not isinstance(found, dict) or not {"part", "digest", "steps"} <= found.keys():
-            continue  # the benchmark's own
+            continue  # a file of the benchmark
         record = Record.read(found)
         known = newest.get(record.part)
         if known is None or known.finished < record.finished:
@@ -81,7 +81,7 @@ def read_records(folders: list[Path]) -> dict[str, Record]:
 
 @dataclass
 class Tests:
-    """What a report in JUnit's form says."""
+    """The contents of a JUnit report."""
 
     counts: Counter = field(default_factory=Counter)
     skipped: Counter = field(default_factory=Counter)
@@ -96,7 +96,7 @@ class Tests:
 
 
 def read_tests(junit: Path) -> Tests | None:
-    """None where there is no report, or half of one."""
+    """None if there is no report or an incomplete one."""
     try:
         root = ET.parse(junit).getroot()
     except (OSError, ET.ParseError):
@@ -121,7 +121,7 @@ def read_tests(junit: Path) -> Tests | None:
 
 
 def _test_name(case: ET.Element) -> str:
-    """As pytest takes it on its command line; the name alone for ctest."""
+    """The name for pytest's command line; for ctest the plain name."""
     name, module = case.get("name", ""), case.get("classname", "")
     if not module.startswith("tests."):
         return name
@@ -136,11 +136,11 @@ def last_lines(text: str) -> str:
     return "\n".join(text.rstrip().splitlines()[-LINES:])
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def state(record: Record | None, digest: str, arguments: str = "") -> str:
-    """passed, FAILED, missing, or why what passed does not count."""
+    """passed, FAILED, missing, or why a pass does not count."""
     if record is None:
         return "missing"
     if not record.passed:
@@ -153,8 +153,8 @@ def state(record: Record | None, digest: str, arguments: str = "") -> str:
 
 
 def print_failures(records: list[Record], room: int = 5000) -> None:
-    """Messages first, as far as there is room, then all names: the end of an output is what is
-    seen of a run elsewhere."""
+    """Prints messages first, as far as there is room, then all names. The names come last because
+    only the end of the output of a remote run is visible."""
     failures = [(record.part, failure) for record in records for failure in record.failures]
     most = max(600, room // max(1, len(failures)))
     for part, failure in failures[: room // most]:
@@ -166,7 +166,7 @@ def print_failures(records: list[Record], room: int = 5000) -> None:
 
 
 def summary(records: dict[str, Record], digests: dict[str, str]) -> tuple[bool, str]:
-    """Whether every part passed for the present code, and the page that says so."""
+    """Whether every part passed for the current code, and the page that says so."""
     states = {name: state(records.get(name), digest) for name, digest in digests.items()}
     other = Counter(word for word in states.values() if word != "passed")
     good = not other
@@ -206,7 +206,7 @@ def summary(records: dict[str, Record], digests: dict[str, str]) -> tuple[bool, 
 
 
 def _machines(records: dict[str, Record]) -> list[str]:
-    """Each once: what was run on."""
+    """The machines that the parts ran on, each listed once."""
     names = ("gpu", "driver", "cuda", "torch", "python", "cpu", "cores", "os")
     machines = Counter(
         ", ".join(f"{key} {r.environment[key]}" for key in names if key in r.environment)

@@ -1,4 +1,4 @@
-"""Exits with 0 where this Python has the torch that requirements-dev.txt pins, with 1 elsewhere."""
+"""Exits with 0 if this Python has the torch version pinned in requirements-dev.txt, else with 1."""
 
 import importlib.metadata
 import re

@@ -2,10 +2,11 @@
 
     python3 tools/mutants.py [PATTERN ...] [--jobs N] [--list] [--resume]
 
-Works in scratch copies of the tree under build/mutants, one for each job, built for the CPU alone
-and then incrementally. PATTERN picks by a part of a mutant's name, family or file. A mutant that
-survives, does not build, or whose test fails without it makes the exit code 1. Writes
-build/mutants/summary.md; --resume leaves out what an earlier run over the same tree has killed.
+Works in scratch copies of the tree under build/mutants, one per job, built for the CPU only. After
+the first build they are built incrementally. PATTERN selects mutants by a part of their name,
+family or file. The exit code is 1 if a mutant survives or does not build, or if its test fails
+without it. Writes build/mutants/summary.md. --resume skips the mutants that an earlier run on the
+same tree has killed.
 """
 
 import argparse
@@ -32,7 +33,7 @@ NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv*", "build", "dist", "*-results", "__pycache__", ".*_cache", ".hypothesis", "*.so"
 )
 COMPILED = (".cpp", ".h")
-CHUNK = 4  # mutants of one file that a job takes together: it compiles that file alone between them
+CHUNK = 4  # mutants of one file that a job takes at once, so that only this file is recompiled
 PYTEST_FAILED, PYTEST_NOTHING = 1, 5  # exit codes
 BUILD_SECONDS, TEST_SECONDS, ALL_TESTS_SECONDS = 600, 180, 1200
 
@@ -42,8 +43,11 @@ KILLED, SURVIVED, BROKEN, NOT_RUN = "killed", "survived", "broken", "not run"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One small bug. `test` is `test_file.py::test_name` of tests/python, or `Suite.Name` of the
-    C++ tests; `needs` is a flag of /proc/cpuinfo without which the code in question never runs."""
+    """One small bug.
+
+    `test` is `test_file.py::test_name` of tests/python, or `Suite.Name` of the C++ tests. `needs`
+    is a flag of /proc/cpuinfo; on a CPU without it the mutated code never runs.
+    """
 
     name: str
     family: str
@@ -78,7 +82,7 @@ def read_list(root: Path = ROOT) -> list[Mutant]:
 
 
 def problems(mutants: list[Mutant], root: Path = ROOT) -> list[str]:
-    """What is wrong with the entries, each with its name and what to do."""
+    """What is wrong with the entries: each with its name and what to do."""
     found = [
         f"{name}: the name is there {count} times"
         for name, count in Counter(mutant.name for mutant in mutants).items()
@@ -118,7 +122,7 @@ def reason_not_to_run(mutant: Mutant, flags: set[str], gtest: bool) -> str:
 
 
 class Scratch:
-    """A copy of the tree with a build of its own."""
+    """A copy of the tree with its own build."""
 
     def __init__(self, number: int, cores: int):
         self.folder = OUT / f"job-{number}"
@@ -130,19 +134,20 @@ class Scratch:
             "PYTHONPATH": os.pathsep.join(
                 filter(None, [str(self.folder / "python"), os.environ.get("PYTHONPATH")])
             ),
-            # Two versions of a file may share its size and second, by which caches are trusted.
+            # Python trusts a cached .pyc by the source's size and time, which two mutants may
+            # share.
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "2",
             "OMP_WAIT_POLICY": "PASSIVE",
             "GTEST_BRIEF": "1",
             "GTEST_FAIL_FAST": "1",
-            # The same sources in another copy are the same to ccache, where there is one.
+            # With these, ccache recognises the same sources in another copy.
             "CCACHE_BASEDIR": str(self.folder),
             "CCACHE_NOHASHDIR": "1",
         }
 
     def prepare(self, cores: int | None = None) -> str:
-        """Copies and builds, on so many cores; what failed, or nothing."""
+        """Copies and builds, on `cores` cores; returns the error output, or '' on success."""
         self._copy()
         define = ["-DFUSEWISE_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
         code, said = self._run(["cmake", "--preset", "dev", *define], BUILD_SECONDS)
@@ -181,17 +186,17 @@ class Scratch:
         return KILLED, ""
 
     def test(self, tests: list[str], timeout: int) -> tuple[int | None, str]:
-        """Tests of one kind."""
+        """Runs tests of one kind, pytest or GoogleTest."""
         if ".py" in tests[0]:
             paths = [f"tests/python/{test}" for test in tests]
             options = ["-x", "-q", "-p", "no:cacheprovider", "--device=cpu"]
             return self._run([sys.executable, "-m", "pytest", *options, *paths], timeout)
         program = self._build / "tests" / "cpp" / "fusewise_tests"
-        wanted = ":".join(f"{test}:*/{test}/*" for test in tests)  # alone, or with parameters
+        wanted = ":".join(f"{test}:*/{test}/*" for test in tests)  # plain or parametrised
         return self._run([program, f"--gtest_filter={wanted}"], timeout)
 
     def _copy(self) -> None:
-        """Only what differs is written, and is then newer than whatever was built from it."""
+        """Writes only files that differ, so that only these are newer than what was built."""
         fresh = self.folder.with_suffix(".new")
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.copytree(ROOT, fresh, ignore=NOT_COPIED)
@@ -214,7 +219,7 @@ class Scratch:
         return self._run([*command, target], BUILD_SECONDS)
 
     def _run(self, command: list, timeout: int) -> tuple[int | None, str]:
-        """The exit code, None where it was stopped, and the end of what was said."""
+        """The exit code, or None after a timeout, and the end of the output."""
         process = subprocess.Popen(
             list(map(str, command)),
             cwd=self.folder,
@@ -223,7 +228,7 @@ class Scratch:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that a timeout ends the children too
+            start_new_session=True,  # so that a timeout also ends the children
         )
         try:
             said, _ = process.communicate(timeout=timeout)
@@ -243,7 +248,7 @@ class Scratch:
 
 
 def prepare(jobs: int) -> list[Scratch]:
-    """The first copy by itself, with all cores, so that the others find its objects in ccache."""
+    """With ccache, the first copy is built alone on all cores; the others reuse its objects."""
     cores = len(os.sched_getaffinity(0))
     copies = [Scratch(number, max(1, cores // jobs)) for number in range(jobs)]
     alone = 1 if shutil.which("ccache") else 0
@@ -256,7 +261,7 @@ def prepare(jobs: int) -> list[Scratch]:
 
 
 def check_tests(copies: list[Scratch], mutants: list[Mutant]) -> dict[str, tuple[str, str]]:
-    """By test: why nothing that it sees would mean anything. It must pass without a bug."""
+    """The tests that cannot judge a mutant, with the reason: each test must pass without a bug."""
     by_file: dict[str, dict[str, None]] = {}
     for mutant in mutants:
         file = mutant.test.partition("::")[0] if mutant.by_pytest else ""
@@ -273,7 +278,7 @@ def check_tests(copies: list[Scratch], mutants: list[Mutant]) -> dict[str, tuple
             free.put(copy)
         if code == 0:
             return {}
-        if len(tests) > 1:  # which of them
+        if len(tests) > 1:  # find out which of them failed
             return {name: why for test in tests for name, why in check([test]).items()}
         if code == PYTEST_NOTHING:
             return {tests[0]: (NOT_RUN, "its tests are skipped here")}
@@ -285,7 +290,7 @@ def check_tests(copies: list[Scratch], mutants: list[Mutant]) -> dict[str, tuple
 
 
 def chunks(mutants: list[Mutant]) -> queue.SimpleQueue:
-    """Python first: what was compiled for an earlier mutant is no longer what these expect."""
+    """Python files first: after a compiled mutant, the built library no longer fits these."""
     found: queue.SimpleQueue = queue.SimpleQueue()
     ordered = sorted(mutants, key=lambda mutant: (mutant.compiled, mutant.file))
     files = dict.fromkeys(mutant.file for mutant in ordered)
@@ -325,7 +330,7 @@ def run(copies: list[Scratch], mutants: list[Mutant], keep) -> None:
 
 
 def tree_digest() -> str:
-    """Of everything that a scratch copy holds."""
+    """A hash of everything that a scratch copy contains."""
     digest = hashlib.sha256()
 
     def walk(folder: Path) -> None:

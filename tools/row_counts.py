@@ -2,8 +2,9 @@
 
     python3 tools/row_counts.py [--counts N] [--sequential]
 
-Compares N different row counts with the steady state of one: wanted are a median within 1.2 times,
-99.9 % below 1 ms, and flat memory. Prints both directions; exits with 1 where a limit is exceeded.
+Compares N different row counts with the steady state of a single one. Wanted are a median within
+1.2 times the steady state, 99.9 % of the calls below 1 ms, and flat memory. Prints forward and
+forward + backward; exits with 1 if a limit is exceeded.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from fusewise.functional import linear_act
 
 
 def seconds(call, rows):
-    """Wall time of a call, the GPU's work included."""
+    """Wall time of a call, including the GPU's work."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     call(rows)
@@ -48,11 +49,11 @@ def main() -> int:
         order.sort()
     failed = False
     for name, call in (("forward", forward), ("forward + backward", both)):
-        # Each size twice: the second call is the steady state, and meets the same host.
+        # Each size twice. The second call is the steady state, under the same load on the host.
         times = torch.tensor([[seconds(call, rows) for _ in range(2)] for rows in order])
         changing, steady = times.double().unbind(1)
         ratio = (changing.median() / steady.median()).item()
-        # The host stalls now and then in any case: what counts is what new sizes add to that.
+        # The host stalls now and then anyway. Only the stalls that new sizes add are counted.
         above, usual = ((each >= 1e-3).sum().item() for each in (changing, steady))
         below = 1 - max(0, above - usual) / len(order)
         right = ratio <= 1.2 and below >= 0.999

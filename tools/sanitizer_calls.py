@@ -1,8 +1,8 @@
-"""The calls that compute-sanitizer watches: every implementation, small and odd shapes, both ways.
+"""The calls for compute-sanitizer: every implementation, small and odd shapes, both directions.
 
     python3 tools/sanitizer_calls.py FAMILY
 
-Small, because a watched kernel runs a hundred times slower.
+The shapes are small because a kernel runs a hundred times slower under the sanitizer.
 """
 
 import itertools
@@ -36,7 +36,7 @@ def call(shape, dtype, layout) -> None:
 
 
 def choices(tensors) -> list[dict[str, str]]:
-    """Every implementation that takes the call, both ways where it can."""
+    """Every implementation that can run the call, in both directions if it has both."""
     learned = [tensor.detach().requires_grad_() for tensor in tensors]
     forward, backward = fusewise.explain(fusewise.functional.squeeze_excite, *learned, "silu")
     able = {"squeeze_excite": forward.able, "squeeze_excite_backward": backward.able}
@@ -56,7 +56,7 @@ MATRICES = (
 
 
 def linear_calls(size, dtype) -> int:
-    """Linear + activation and a stack of two, every activation and implementation, both ways."""
+    """A linear layer and a stack of two: every activation and implementation, both directions."""
     rows, k, n = size
     sizes = (rows, k), (n, k), (n,), (5, n), (5,)
     x, w, b, w2, b2 = tensors = [torch.randn(s, device="cuda", dtype=dtype) for s in sizes]
@@ -68,11 +68,12 @@ def linear_calls(size, dtype) -> int:
             for backward in records[1].able:
                 with fusewise.implementation(linear_act=forward, linear_act_backward=backward):
                     y = fusewise.functional.linear_act(*learned[:3], activation)
-                    # Of a sum, so with a gradient of strides 0, and of a dense one.
+                    # Once with the gradient of a sum, which has stride 0, and once with a dense
+                    # gradient.
                     torch.autograd.grad(y.sum(), learned[:3], retain_graph=True)
                     torch.autograd.grad(y, learned[:3], torch.ones_like(y))
                 done += 1
-        with torch.no_grad():  # not forced: what takes one call may decline another
+        with torch.no_grad():  # not forced: an implementation may decline these
             fusewise.functional.linear_act(x, w, None, activation)
             fusewise.functional.linear_act(x[:, ::2], w[:, ::2], b, activation)
         lx, lw, lb, lw2, lb2 = learned
@@ -83,7 +84,7 @@ def linear_calls(size, dtype) -> int:
 
 
 def padded_call() -> int:
-    """Large enough that its unaligned operands are padded."""
+    """Large enough that the unaligned operands are padded."""
     sizes = (600, 999), (1001, 999), (1001,)
     learned = [torch.randn(s, device="cuda", dtype=torch.float16) for s in sizes]
     learned = [tensor.requires_grad_() for tensor in learned]
@@ -99,12 +100,12 @@ AUTOENCODERS = (
     (3, 33, 2, 17, 70),
     (1, 1, 1, 1, 1),
 )
-MANY_ROWS = 2128  # of the default model: forward's kernel for many, and backward's twice a block
-WARPGROUP_ROWS = 24037  # of the default model: backward's kernel for many, in TF32 and halves
+MANY_ROWS = 2128  # of the default model: forward's kernel for many rows, backward's twice a block
+WARPGROUP_ROWS = 24037  # of the default model: backward's kernel for many rows, in TF32 and fp16
 
 
 def autoencoder_size(size, dtype) -> int:
-    """Every output and implementation, both ways, on rows as they lie in memory and otherwise."""
+    """Every output and implementation, both directions, on contiguous and on strided rows."""
     rows, mels, frames, latent, slices = size
     model = fusewise.models.SpectralShapeAutoencoder(
         mels, frames, latent, slices, device="cuda", dtype=dtype
@@ -142,7 +143,7 @@ def squeeze_excite_calls() -> int:
 
 
 def linear_act_calls() -> int:
-    # Measuring would run the vendor's kernels a hundred times over, and none of ours more often.
+    # Autotuning would run the vendor's kernels a hundred times, and ours no more often.
     torch.use_deterministic_algorithms(True)
     done = sum(
         linear_calls(size, dtype) for size in MATRICES for dtype in (torch.float16, torch.float32)

@@ -18,7 +18,7 @@ command -v g++ >/dev/null || fail "no g++ found; on Debian: apt-get install g++"
 gxx=$(g++ -dumpfullversion)
 [ "${gxx%%.*}" -ge 12 ] || fail "g++ $gxx is too old; g++ 12 or newer is needed"
 
-# System packages: all that does not come from Python packages.
+# Installs a system package, for what Python packages do not provide.
 install() {
   command -v apt-get >/dev/null || return 0
   local as_root
@@ -41,7 +41,7 @@ if ! has_gtest; then
   echo "setup: GoogleTest is missing, C++ tests will be SKIPPED; to have them: apt-get install libgtest-dev"
 fi
 
-# A browser is much to install for a few tests: only CI does it unasked.
+# A browser is a large install for a few tests, so only CI installs it automatically.
 has_chromium() { command -v chromium chromium-browser >/dev/null; }
 if ! has_chromium && [ "${CI:-}" = true ]; then install chromium; fi
 has_chromium ||

@@ -2,7 +2,8 @@
 
     python3 tools/soak.py [--calls N]
 
-Shapes and directions alternate; any growth after the first thousand calls fails.
+Alternates shapes, inference and training steps. Fails if memory grows after the first thousand
+calls.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def modules():
 
 
 def step(i: int, module, x) -> None:
-    """Three calls of four are inference, the fourth a training step."""
+    """Three of four calls are inference; the fourth is a training step."""
     if i % 4:
         with torch.no_grad():
             module(x)
@@ -73,7 +74,8 @@ def main() -> int:
         if (i + 1) % 100_000 == 0:
             print(f"{i + 1} calls, {time.monotonic() - begin:.0f} s, {memory()}", flush=True)
     finished = memory()
-    # torch's own counter must not move at all; other processes and lazy loading blur the others.
+    # torch's own counter must not change at all. The others also see other processes and lazy
+    # loading.
     allowed = {"torch": 0, "GPU": 16 << 20, "host": 64 << 20}
     settled = settled or finished
     grown = {key: finished[key] - settled[key] for key in finished}

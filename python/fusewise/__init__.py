@@ -1,8 +1,8 @@
 """Fused neural-network operators that move each byte once.
 
-Modules are in `fusewise.nn`, functions in `fusewise.functional`, whole models in
-`fusewise.models`. `fusewise.implementation` forces
-an implementation, `fusewise.explain` says which one runs and why.
+`fusewise.nn` has modules, `fusewise.functional` has functions and `fusewise.models` has whole
+models. `fusewise.implementation` forces an implementation. `fusewise.explain` reports which one
+runs, and why.
 """
 
 import re
@@ -20,7 +20,7 @@ def _check_torch(version: str) -> None:
 
 
 def _find_version() -> str:
-    """From the header in a source tree, from the package's metadata where it is installed."""
+    """From the C++ header in a source tree; from the package's metadata if it is installed."""
     header = Path(__file__).parents[2] / "include" / "fusewise" / "version.h"
     if header.is_file():
         return re.search(r'FUSEWISE_VERSION "(.+)"', header.read_text())[1]

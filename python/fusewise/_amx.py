@@ -1,7 +1,7 @@
-"""Keeps torch from AMX instructions on machines that announce them and then refuse them.
+"""Keeps torch from using AMX on machines that report AMX but cannot execute it.
 
-oneDNN computes torch's bfloat16 products on the CPU. On some virtual machines it picks AMX, and the
-process dies of an illegal instruction, with or without fusewise.
+torch computes bfloat16 GEMMs on the CPU with oneDNN. On some virtual machines oneDNN picks AMX and
+the process dies of an illegal instruction, with or without fusewise.
 """
 
 import os
@@ -19,11 +19,11 @@ torch.nn.functional.linear(x, x)
 
 
 def avoid_broken_amx() -> bool:
-    """Tries a product in a child process, and limits oneDNN to AVX-512 where that dies.
+    """Tries a GEMM in a child process; if the child dies, limits oneDNN to AVX-512.
 
-    Takes effect before the first bfloat16 product of this process, and in its children. Costs
-    nothing where the CPU announces no AMX. Returns whether the limit was set; one that the user has
-    set stays.
+    Call it before the first bfloat16 GEMM of this process; child processes inherit the limit. It
+    costs nothing if the CPU does not report AMX. A limit that the user has set is kept. Returns
+    whether this call has set the limit.
     """
     if "ONEDNN_MAX_CPU_ISA" in os.environ or not _announces_amx():
         return False

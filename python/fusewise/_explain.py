@@ -10,19 +10,19 @@ from ._settings import TORCH, settings
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation, seen from one call."""
+    """One implementation and whether it can run one particular call."""
 
     name: str
     chosen: bool
     reason: str
-    """Why it does not take the call; empty where it would."""
+    """Why it is not used for the call; empty if it could be."""
     able: bool
-    """Whether it takes the call when it is forced to; its reason may be that another is faster."""
+    """Whether it can run the call when forced. Its `reason` may only be that another is faster."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One call of an operator, with its implementations in the order in which they are tried."""
+    """One call of an operator. The candidates are in the order in which they are tried."""
 
     operator: str
     direction: str
@@ -31,7 +31,7 @@ class Record:
     """Shape, dtype and device of the first argument."""
     candidates: tuple[Candidate, ...]
     why: str = ""
-    """Why torch's own operators run although nobody forced them; empty elsewhere."""
+    """Why torch's own operators run although they were not forced; otherwise empty."""
 
     @property
     def chosen(self) -> str:
@@ -39,7 +39,7 @@ class Record:
 
     @property
     def able(self) -> list[str]:
-        """What can be forced with `fusewise.implementation`."""
+        """The names that can be forced with `fusewise.implementation`."""
         return [candidate.name for candidate in self.candidates if candidate.able]
 
     def __str__(self):
@@ -53,7 +53,7 @@ class Record:
 
 
 class Explanation(list):
-    """The records of every fused call, in order; `str()` counts equal ones together."""
+    """The records of all fused calls, in order. `str()` prints equal records once, with a count."""
 
     def __str__(self):
         if not self:
@@ -65,11 +65,11 @@ class Explanation(list):
 
 
 def explain(fn, *args, **kwargs) -> Explanation:
-    """Calls `fn(*args, **kwargs)` and says which implementation every fused call in it takes.
+    """Calls `fn(*args, **kwargs)` and reports which implementation each fused call in it uses.
 
-    `fn` is anything that can be called: a function of `fusewise.functional`, a module, a model, a
-    training step. Where a gradient is wanted, the backward that goes with a forward is recorded
-    beside it. Compiled functions run uncompiled here.
+    `fn` is any callable: a function of `fusewise.functional`, a module, a model, a training step.
+    If a gradient is needed, the matching backward is recorded next to its forward. Compiled
+    functions run uncompiled here.
 
     >>> print(fusewise.explain(model, x))
     """
@@ -83,7 +83,8 @@ def explain(fn, *args, **kwargs) -> Explanation:
 
 
 def record(operator: str, direction: str, x: torch.Tensor, answer: str) -> None:
-    """Adds a record from the operator's own answer: lines of name, chosen, able, reason."""
+    """Adds a record from the operator's answer: one line of name, chosen, able, reason per
+    candidate."""
     fields = (line.split("\t") for line in answer.splitlines())
     candidates = tuple(
         Candidate(name, chosen == "1", reason, able == "1") for name, chosen, able, reason in fields
@@ -92,7 +93,7 @@ def record(operator: str, direction: str, x: torch.Tensor, answer: str) -> None:
 
 
 def record_torch(operator: str, x: torch.Tensor, y: torch.Tensor, why: str = "") -> None:
-    """Adds that torch's own operators have made y of x, and make its gradients."""
+    """Records that torch's own operators computed y from x, and will compute its gradients."""
     candidates = (Candidate(TORCH, True, "", True),)
     for direction in ("forward", "backward")[: 1 + y.requires_grad]:
         settings.records.append(Record(operator, direction, _described(x), candidates, why))

@@ -1,7 +1,8 @@
-"""What a thread has set: the implementation forced per operator, and whether calls are recorded.
+"""Settings of each thread: the implementations that are forced, and whether calls are recorded.
 
 The values are instance attributes of a `threading.local`, not class attributes, because
-`torch.compile` guards on the former only: a compiled function is traced again when one changes.
+`torch.compile` only guards on instance attributes. A compiled function is retraced when one of them
+changes.
 """
 
 import threading
@@ -22,23 +23,23 @@ settings = _Settings()
 
 
 TORCH = "torch"
-"""The implementation that every operator has: torch's own operators, in both directions."""
+"""An implementation that every operator has: torch's own operators, forward and backward."""
 
 
 class implementation:
-    """Forces implementations by name, for this thread, inside a `with` block.
+    """A context manager that forces implementations by name, in the current thread.
 
     >>> with fusewise.implementation(squeeze_excite="general"):
     ...     y = model(x)
 
-    Forward and backward are operators of their own: `squeeze_excite_backward="general"`. One that
-    has no implementation of that name, or whose implementation declines the call, raises an error
-    with every reason. An empty name, inside another block, gives the choice back to the library.
-    What holds when forward runs, holds for the backward that belongs to it.
+    Forward and backward are set separately; backward's name is `squeeze_excite_backward`. A call
+    raises an error, with every reason, if the operator has no implementation of that name or if
+    that implementation cannot run the call. In a nested block, an empty name lets the library
+    choose again. A backward uses the setting that was active when its forward ran.
 
-    A name without an operator is for all of them. Every operator has "torch": the same layer as
-    plain torch operators, as exporters, FX tracing and quantisers want to see it. Its forward and
-    backward go together; naming one names both.
+    A name without an operator applies to all operators. Every operator has "torch", which runs the
+    same layer as plain torch operators. Exporters, FX tracing and quantisers need that. "torch"
+    always covers forward and backward together; setting one sets both.
 
     >>> with fusewise.implementation("torch"):
     ...     torch.onnx.export(model, (x,), "model.onnx")
@@ -52,7 +53,7 @@ class implementation:
         for what, value in (("every operator", name), *per_operator.items()):
             if not isinstance(value, str):
                 raise TypeError(f"implementation: {what} expects a name, got {value!r}")
-        # With operators named, an empty name says nothing about the others.
+        # If operators are named, an empty positional name does not reset the others.
         self._names = dict.fromkeys(OPERATORS, name) if name or not per_operator else {}
         for operator, value in per_operator.items():
             other = _other_direction(operator)
@@ -64,7 +65,7 @@ class implementation:
                 )
             self._names |= _with_other(operator, value, self._names) | {operator: value}
         self._names |= per_operator
-        self._outer = []  # a stack: the same object may be entered again inside itself
+        self._outer = []  # a stack, because the same object may be entered again inside itself
 
     def __enter__(self):
         names = dict(self._names)
@@ -82,8 +83,10 @@ class implementation:
 
 
 def _with_other(operator: str, name: str, names: dict[str, str]) -> dict[str, str]:
-    """What follows for the other direction of an operator, where `names` has one for it: torch
-    where this is torch, else anything but torch."""
+    """The setting that the other direction gets, if `names` has one for it: torch goes with torch.
+
+    If this direction is torch, so is the other. If it is not, the other may not stay torch.
+    """
     other = _other_direction(operator)
     if other in names and TORCH in (name, names[other]):
         return {other: name if name == TORCH else ""}

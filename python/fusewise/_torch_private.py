@@ -1,7 +1,7 @@
-"""Every name that fusewise uses of torch although torch does not promise to keep it, in one place.
+"""All of torch's private names that fusewise uses, in one place.
 
-When a new torch renames one, this file changes and nothing else. They are aliases and not functions
-of ours, because `torch.compile` knows them and calls cost less.
+When a new torch renames one, only this file changes. They are aliases, not wrapper functions,
+because `torch.compile` recognises them and a wrapper would cost an extra call.
 """
 
 import torch
@@ -11,29 +11,29 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["tree_leaves"]
 
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-"""On any kind of device."""
+"""Whether autocast is on for any device type."""
 
 are_transforms_active = torch._C._are_functorch_transforms_active
-"""Whether torch.func is at work."""
+"""Whether a torch.func transform is active."""
 
 is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
-"""By `torch.autograd.grad(is_grads_batched=True)`."""
+"""Whether the gradient is a batch, from `torch.autograd.grad(is_grads_batched=True)`."""
 
 jit_tracing_state = torch._C._get_tracing_state
 """Not None while torch.jit.trace runs."""
 
-# The functions behind torch.backends.cuda.matmul, whose properties cost several times as much. The
-# older of torch's two switches for TF32 cannot even be read once the newer was set; the first of
-# these tells what both say.
+# The functions behind the properties of torch.backends.cuda.matmul, which cost several times as
+# much. torch has two switches for TF32, and the older one cannot be read once the newer one was
+# set. fp32_precision reports the result of both.
 fp32_precision = torch._C._get_fp32_precision_getter
 allows_fp16_reduced_sums = torch._C._get_cublas_allow_fp16_reduced_precision_reduction
 allows_bf16_reduced_sums = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
 
 addmm_with_activation = torch._addmm_activation
-"""cuBLASLt's product with relu or gelu_tanh in its epilogue: a rival in the benchmark."""
+"""cuBLASLt's GEMM with relu or gelu_tanh in its epilogue; a baseline in the benchmark."""
 
 sleep_on_gpu = torch.cuda._sleep
-"""For so many cycles."""
+"""Keeps the GPU busy for a number of cycles."""
 
 
 def is_forward_ad_active() -> bool:
@@ -41,7 +41,7 @@ def is_forward_ad_active() -> bool:
 
 
 def constant_when_compiled(function):
-    """What torch.compiler.assume_constant_result does, without importing the whole compiler."""
+    """Like torch.compiler.assume_constant_result, without importing the whole compiler."""
     function._dynamo_marked_constant = True
     return function
 
@@ -51,5 +51,5 @@ def compile_on_one_thread() -> None:
 
 
 def keep_address_when_compiled(tensor: torch.Tensor) -> None:
-    """CUDA graphs of `torch.compile` read it where it lies, as a module's parameters."""
+    """Lets CUDA graphs of `torch.compile` read the tensor in place, like a module's parameter."""
     torch._dynamo.mark_static_address(tensor)

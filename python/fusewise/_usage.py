@@ -1,5 +1,5 @@
-"""The error of the command line."""
+"""The exception for wrong use of the command line."""
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the message is one line that says what to do."""
+    """The request cannot be carried out. The message is one line and says what to do instead."""

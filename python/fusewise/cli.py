@@ -1,4 +1,4 @@
-"""The command `fusewise`. What a command does lives in its own package, imported when it runs."""
+"""The command `fusewise`. Each subcommand lives in its own package, imported only when it runs."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ _COMPUTING = ("bench", "check", "lesson", "profile")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        """One line, not the whole usage."""
+        """Prints one line instead of the whole usage text."""
         print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
@@ -146,7 +146,7 @@ def _bench(chosen: argparse.Namespace) -> int:
         layout=chosen.layout,
         arguments=tuple(chosen.arguments),
     )
-    bench.plan(options)  # what is wrong with them is said before a folder is made
+    bench.plan(options)  # report wrong options before creating a folder
     _make_writable(chosen.out)
     shown = progress.for_output()
     try:

@@ -1,4 +1,5 @@
-"""What `fusewise info` prints: everything a bug report needs, and nothing that names a host."""
+"""The output of `fusewise info`: what a bug report needs, without anything that identifies a
+host."""
 
 import platform
 from collections import Counter
@@ -47,13 +48,14 @@ def lines() -> list[str]:
 
 
 def _in_use() -> str:
-    """The name of what the CPU's kernels were compiled for, as an implementation is called."""
+    """The instruction set that the chosen CPU kernels were compiled for, by implementation name."""
     sample = next(_samples(next(iter(FAMILIES.values())), "cpu"))
     return fusewise.explain(sample)[0].chosen
 
 
 def _implementations(family: Family, device: str) -> list[str]:
-    """What each needs, in its own words: over sample calls, how many it takes and why not more."""
+    """For each implementation: how many of the sample calls it takes, and why it declines the
+    rest."""
     records = [record for call in _samples(family, device) for record in fusewise.explain(call)]
     text = []
     for direction in dict.fromkeys(record.direction for record in records):

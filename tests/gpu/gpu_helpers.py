@@ -1,4 +1,4 @@
-"""What the tests of several families on a GPU share."""
+"""Shared by the GPU tests of several families."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 
 @contextlib.contextmanager
 def matmul_settings(**values):
-    """With these of torch.backends.cuda.matmul."""
+    """Sets these attributes of torch.backends.cuda.matmul in a `with` block."""
     matmul = torch.backends.cuda.matmul
     before = {name: getattr(matmul, name) for name in values}
     for name, value in values.items():
@@ -29,7 +29,7 @@ def matmul_settings(**values):
 
 
 def check_all_but_general_decline(operator, fn, *arguments):
-    """By themselves with a reason; forced, they raise, and nothing falls back silently."""
+    """Each implementation but "general" declines with a reason, and raises if it is forced."""
     (record,) = fusewise.explain(fn, *arguments)
     assert record.chosen == record.candidates[-1].name == "general"
     for candidate in record.candidates[:-1]:
@@ -45,12 +45,12 @@ def check_all_but_general_decline(operator, fn, *arguments):
 
 
 def slow_down(milliseconds=20):
-    """Keeps the current stream busy, so that work on a wrong stream overtakes it."""
+    """Keeps the current stream busy, so that work on a wrong stream would overtake it."""
     torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 
 def on_side_stream(work):
-    """What `work` returns when it runs on a stream of its own, which is done then."""
+    """Runs `work` on a stream of its own, waits for the stream, and returns the result."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -60,7 +60,7 @@ def on_side_stream(work):
 
 
 def late_on_side_stream(empty, full, work):
-    """`work` on a side stream, where its tensors are filled late: work on another misses them."""
+    """`work` on a side stream that fills its tensors late; another stream would miss them."""
 
     def fill_and_work():
         slow_down()
@@ -72,8 +72,9 @@ def late_on_side_stream(empty, full, work):
 
 
 def check_graph(step, inputs, warm=True):
-    """`step` returns a list of tensors. Captured once, and replayed on new inputs in the same
-    memory, it computes what it does outside of a graph. Without `warm` nothing ran before."""
+    """Captures `step`, which returns a list of tensors, in a CUDA graph. Replays it on new inputs
+    in the same memory and compares with a plain call. Without `warm`, nothing runs before the
+    capture."""
     if warm:
         on_side_stream(step)
     graph = torch.cuda.CUDAGraph()
@@ -101,8 +102,8 @@ def allocated():
 
 
 def comes_back_to(bytes_before):
-    """Whether no more memory is allocated than before. autograd's thread may still be about to let
-    go of what a backward had that failed."""
+    """Whether the allocated memory returns to this number of bytes. After a failed backward,
+    autograd's thread may release its tensors a little later."""
     end = time.monotonic() + 5
     while allocated() != bytes_before and time.monotonic() < end:
         time.sleep(0.01)
@@ -110,7 +111,7 @@ def comes_back_to(bytes_before):
 
 
 def fails_with_out_of_memory(fn):
-    """Whether `fn` raises torch's own error; keeps no frame, and so no tensor, alive."""
+    """Whether `fn` raises torch's own error. Keeps no frame alive, and so no tensor."""
     try:
         fn()
     except torch.OutOfMemoryError as error:
@@ -119,7 +120,7 @@ def fails_with_out_of_memory(fn):
 
 
 def peak(step):
-    """The most memory that a step needs beyond what is there before it."""
+    """The peak memory of a step, beyond what was allocated before it."""
     step()
     before = allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -137,8 +138,8 @@ def check_memory_is_flat(step, calls=200):
 
 
 def check_out_of_memory_in_backward(call, inputs, dy, room, dx):
-    """The gradients do not fit into `room` bytes. Afterwards nothing is lost, and the same backward
-    gives `dx`."""
+    """The gradients do not fit into `room` bytes. After the failure no memory is lost, and the same
+    backward gives `dx`."""
 
     def attempt():
         learned = [t.detach().requires_grad_() for t in inputs]
@@ -150,7 +151,7 @@ def check_out_of_memory_in_backward(call, inputs, dy, room, dx):
         def backward():
             return torch.autograd.grad(y, learned, dy, retain_graph=True)
 
-        plugs = []  # holes in what torch has reserved would have room for dx
+        plugs = []  # fill holes in torch's reserved memory, in which dx would fit
 
         def plug():
             plugs.append(torch.empty_like(y))
@@ -175,7 +176,7 @@ def check_out_of_memory_in_backward(call, inputs, dy, room, dx):
 
 
 def train_under_autocast(model, x):
-    """Five steps in float16; the last result and its loss."""
+    """Trains five steps in float16; returns the last output and its loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(5):
         with torch.autocast("cuda", torch.float16):
@@ -189,7 +190,7 @@ def train_under_autocast(model, x):
 
 
 def check_reduce_overhead(module, draw):
-    """torch.compile's own graphs of forward and backward; several steps, as in training."""
+    """torch.compile with CUDA graphs of forward and backward; several steps, as in training."""
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
     for seed in range(4):

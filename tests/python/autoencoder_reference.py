@@ -1,4 +1,4 @@
-"""The autoencoder as the tests know it: the inputs, and what is expected of them."""
+"""The autoencoder in the tests: the inputs and the expected results."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ NAMES = ("x", *WEIGHTS)
 DEFAULT = {"n_mels": 64, "frames": 5, "latent": 32, "slice_latent": 64}
 SMALL = {"n_mels": 6, "frames": 3, "latent": 4, "slice_latent": 5}
 
-# Each makes a tensor [N, F M] with the same values laid out anew.
+# Each copies a tensor [N, F M] into another memory layout. `expanded` repeats the first row.
 LAYOUTS = {
     "rows": lambda t, frames: t.contiguous(),
     "frames": lambda t, frames: t.unflatten(1, (frames, -1)).contiguous(),
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 @dataclass
 class Case:
-    """The inputs of one call, and the gradient that comes back to it."""
+    """The inputs of one call, and the gradient of its output."""
 
     x: torch.Tensor
     weights: list
@@ -50,16 +50,17 @@ class Case:
 
     @property
     def mixed(self):
-        """float32 weights beside half x, which is what autocast makes."""
+        """Whether x is in half precision and the weights in float32, as under autocast."""
         return self.x.dtype != self.weights[0].dtype
 
     def expected(self):
-        """By output: eager torch's, and what is right; computed once."""
+        """For each output: eager torch's value and the reference; computed once."""
         if self._expected is None:
             with torch.autocast(self.x.device.type, self.x.dtype, enabled=self.mixed):
                 found = gradients(eager, self)
             right = expected(*self.inputs, self.gradient, output=self.output)
-            # Autocast gives some tensors in other dtypes than ours: the values count.
+            # Under autocast some of torch's results have other dtypes than ours. Only the values
+            # count.
             dtypes = dict(zip(found, self.dtypes(), strict=True))
             self._expected = {n: (found[n].to(dtypes[n]), *right[n]) for n in right}
         return self._expected
@@ -70,7 +71,7 @@ class Case:
         return output, self.x.dtype, *(w.dtype for w in self.weights)
 
     def check(self, fn=autoencoder):
-        """The output and all gradients of `fn` against the rule; returns them."""
+        """Checks the output and all gradients of `fn` by the accuracy rule; returns them."""
         ours = gradients(fn, self)
         for name, value in ours.items():
             self.check_one(name, value)
@@ -88,7 +89,7 @@ class Case:
         x = self.x.detach().requires_grad_()
         explanation = fusewise.explain(autoencoder, x, *self.weights, output=self.output)
         forward, backward = (record.able for record in explanation)
-        # Nobody knows the gradient's address before backward. The last entry takes any.
+        # The gradient's address is not known before backward. The last entry takes any alignment.
         if self.gradient.is_cuda and self.gradient.data_ptr() % 16 != 0:
             backward = backward[-1:]
         return [
@@ -97,11 +98,11 @@ class Case:
         ]
 
     def check_every_implementation(self, *others):
-        """The rule, and bit-identical reruns, for the default choice and each that can be forced;
-        returns the names.
+        """Checks the accuracy rule and bit-identical reruns, for the default choice and for each
+        implementation that can be forced. Returns their names.
 
-        `others`: more draws of the same sizes, held to the rule together with this one. The largest
-        of a few rounding errors, ours or torch's, is a matter of luck."""
+        `others` are more draws of the same sizes, checked together with this one. The largest of a
+        few rounding errors, ours or torch's, is a matter of luck."""
         checked = set()
         for choice in ({}, *self.implementations()):
             with fusewise.implementation(**choice):
@@ -115,7 +116,7 @@ class Case:
 
 
 def check_together(case, *others, fn=autoencoder):
-    """The rule for several calls as for one; returns what the first gave."""
+    """Checks several calls as if they were one; returns the results of the first."""
     if not others:
         return case.check(fn)
     cases = (case, *others)

@@ -1,4 +1,4 @@
-"""Tensors laid out anew, with any strides; without hypothesis, which not every GPU machine has."""
+"""Tensors in random memory layouts. Does not use hypothesis, which not every GPU machine has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ MARGINS = (0, 0, 1, 5)
 
 
 def expanded_dimensions(rank):
-    """Which dimensions may have stride 0; mostly none."""
+    """Choices of dimensions that get stride 0; mostly none."""
     every = tuple(range(rank))
     return (), (), (), every[:1], every[-2:], every
 
 
 @dataclass(frozen=True)
 class Relay:
-    """Gives a tensor random strides: any order of dimensions, steps, room between and before the
+    """Gives a tensor random strides: any order of dimensions, steps, gaps between and before the
     elements, and dimensions of stride 0."""
 
     order: Sequence
@@ -28,7 +28,7 @@ class Relay:
 
     @staticmethod
     def drawn(rng, rank):
-        """From a `random.Random`."""
+        """A random layout from a `random.Random`."""
         return Relay(
             order=tuple(rng.sample(range(rank), rank)),
             steps=tuple(rng.choice(STEPS) for _ in range(rank)),
@@ -51,7 +51,7 @@ class Relay:
 
 
 def moved(t, device):
-    """A tensor on a device, strides kept."""
+    """Moves a tensor to a device and keeps its strides."""
     if t is None or t.device.type == device:
         return t
     memory = t.as_strided((t.untyped_storage().size() // t.element_size(),), (1,), 0)

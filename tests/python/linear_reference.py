@@ -1,5 +1,5 @@
-"""Linear + activation, and stacks of it, as the tests know them: the inputs, and what is expected
-of them. The formula in fp64 is the benchmark's."""
+"""Linear layers with activations, and stacks of them, in the tests: the inputs and the expected
+results. The fp64 formula is the benchmark's."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from reference import DTYPES, assert_close, assert_right, misaligned, same_bits
 __all__ = ["ACTIVATIONS", "DTYPES", "assert_close", "assert_right", "misaligned", "same_bits"]
 
 OUTPUTS = ("y", "dx", "dw", "db")
-MATH = (False, True, True)  # TF32, sums of halves in half, algorithms measured
+MATH = (False, True, True)  # TF32, reduced-precision sums, autotuning
 
 
 def eager(x, w, b=None, activation="relu"):
@@ -35,8 +35,8 @@ def _stepped(t):
     return room[..., 1::2].copy_(t)
 
 
-# Each makes a tensor with the same values (`expanded`: those of its first row; `flat`: those of its
-# first element) laid out anew.
+# Each copies the values into another memory layout. `expanded` repeats the first row, `flat` the
+# first element.
 LAYOUTS = {
     "contiguous": lambda t: t.contiguous(),
     "transposed": lambda t: t.mT.contiguous().mT,
@@ -54,7 +54,7 @@ LAYOUTS = {
 
 @dataclass
 class Case:
-    """The inputs of one call of linear_act, and the gradient that comes back to it."""
+    """The inputs of one call of linear_act, and the gradient of its output."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -86,11 +86,11 @@ class Case:
         return Stack(self.x, [self.w], biases, [self.activation], tf32(self.x))
 
     def reference(self):
-        """By output: the value in fp64, the scale, and where relu has decided."""
+        """For each output: the value in fp64, the scale, and where relu's sign is certain."""
         return self._named(self.stack().expected(self.dy))
 
     def expected(self):
-        """Eager torch's results, and what is right for them; computed once."""
+        """Eager torch's results with their reference; computed once."""
         if self._expected is None:
             self.silence_kinks()
             mixed = self.x.dtype != next(t.dtype for t in self.inputs[1:])
@@ -99,19 +99,19 @@ class Case:
         return self._expected
 
     def silence_kinks(self):
-        """dy becomes 0 where rounding decides the sign of z."""
+        """Sets dy to 0 where rounding can decide the sign of z."""
         if self.activation == "relu":
             kinks = undecided(*self.inputs, tf32(self.x))
             if kinks.any():
                 self.dy = self.dy.masked_fill(kinks, 0)
 
     def results(self, found, kept):
-        """What a call gave, with its hidden activations, and what is right for it."""
+        """A call's outputs, with its hidden activations, and the reference for them."""
         stack = self.stack((*kept, found["y"]))
         return Results(found | stack.hidden, self._named(stack.expected(self.dy)))
 
     def check(self, fn=None):
-        """Forward and all gradients of `fn` against the rule; returns them."""
+        """Checks the output and all gradients of `fn` by the accuracy rule; returns them."""
         eager = self.expected()
         found, kept = recorded(self, fn)
         ours = self.results(found, kept)
@@ -120,7 +120,7 @@ class Case:
         return found
 
     def check_bits(self, ours, kept):
-        """The mask that backward reads is exact wherever rounding leaves no doubt."""
+        """Checks the mask that backward reads: exact wherever rounding cannot decide the sign."""
         right, _, decided = ours.expected["y"]
         for bits in (t for t in kept if t.dtype == torch.uint8):
             places = torch.arange(8, device=bits.device)
@@ -132,8 +132,8 @@ class Case:
         return {name.rstrip("0"): right for name, right in expected.items()}
 
     def implementations(self, backward=True):
-        """What can be forced for this call, as arguments of `fusewise.implementation`: one after
-        another every forward that takes it, then every backward."""
+        """What can be forced for this call, as arguments of `fusewise.implementation`: first every
+        forward that can run it, then every backward."""
         with torch.set_grad_enabled(backward):
             inputs = [None if t is None else t.detach() for t in self.inputs]
             inputs[0].requires_grad_(backward)
@@ -146,11 +146,11 @@ class Case:
         return [{operator: n} for operator, names in able.items() for n in names or ()]
 
     def check_every_implementation(self, *others):
-        """The rule, and bit-identical reruns, for the default choice and for each implementation
-        that takes the call; returns the names that were forced.
+        """Checks the accuracy rule and bit-identical reruns, for the default choice and for each
+        implementation that can run the call. Returns the names that were forced.
 
-        `others`: more draws of the same sizes and layouts, held to the rule together with this
-        one. Where rows and weights are alike, few errors are independent, and the largest of a few,
+        `others` are more draws of the same sizes and layouts, checked together with this one. If
+        rows and weights are alike, few rounding errors are independent, and the largest of a few,
         ours or torch's, is a matter of luck."""
         checked = set()
         for choice in ({}, *self.implementations()):
@@ -166,7 +166,7 @@ class Case:
 
 @dataclass
 class MlpCase(Case):
-    """The same for mlp: w and b are lists."""
+    """The same for mlp; w and b are lists."""
 
     final_activation: str = "identity"
 
@@ -196,14 +196,14 @@ class MlpCase(Case):
         return Stack(self.x, self.w, self.b, kinds, tf32(self.x), kept)
 
     def silence_kinks(self):
-        """A stack is compared given the decisions of each call."""
+        """Not needed: a stack's reference follows each call's own decisions at relu's kink."""
 
     def _named(self, expected):
         return expected
 
 
 def check_together(case, *others, fn=None):
-    """The rule for several calls as for one; returns what the first gave."""
+    """Checks several calls as if they were one; returns the results of the first."""
     if not others:
         return case.check(fn)
     cases = (case, *others)
@@ -217,7 +217,7 @@ def check_together(case, *others, fn=None):
 
 
 def _stacked(results):
-    """Results of several calls as those of one."""
+    """The results of several calls stacked into one."""
     expected = {}
     for name in results[0].expected:
         values, scales, decided = zip(*(each.expected[name] for each in results), strict=True)
@@ -250,7 +250,7 @@ def make_case(
     w_layout="contiguous",
     dy_layout="contiguous",
 ):
-    """Random inputs of linear_act; z is about a normal distribution."""
+    """Random inputs of linear_act; z is roughly normally distributed."""
     x_dtype, w_dtype = dtypes
     draw = _drawing(device)
     return Case(
@@ -287,12 +287,12 @@ def make_mlp_case(
 
 
 def gradients(case, fn=None):
-    """y and the gradient of every input that is there, by name."""
+    """y and the gradients of all inputs that are not None, by name."""
     return recorded(case, fn)[0]
 
 
 def recorded(case, fn=None, unpack=lambda t: t):
-    """The same, and all that the call kept for backward, which gets it through `unpack`."""
+    """The same, and all tensors that the call saved. Backward receives them through `unpack`."""
     inputs = [None if t is None else t.detach().requires_grad_() for t in case.inputs]
     kept = []
 
@@ -308,7 +308,7 @@ def recorded(case, fn=None, unpack=lambda t: t):
 
 
 def gradient_penalty(case, fn):
-    """What WGAN-GP and R1 do: the gradient by x is part of the loss."""
+    """A gradient penalty as in WGAN-GP and R1: the loss contains the gradient of x."""
     inputs = [t.detach().requires_grad_() for t in case.inputs]
     y = case.call(fn, inputs)
     (slope,) = torch.autograd.grad(y.sum(), inputs[0], create_graph=True)

@@ -1,4 +1,4 @@
-"""What tests watch beside results: which fused operators run, and the memory of the process."""
+"""Observes more than results: which fused operators run, and the memory of the process."""
 
 import resource
 
@@ -20,6 +20,6 @@ class Calls(TorchDispatchMode):
 
 
 def resident_bytes() -> int:
-    """Of host memory."""
+    """Resident host memory of this process."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()

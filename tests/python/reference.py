@@ -1,4 +1,4 @@
-"""Squeeze-and-Excitation as the tests know it: the inputs, and what is expected of them."""
+"""Squeeze-and-Excitation in the tests: the inputs and the expected results."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ OUTPUTS = ("y", "dx", "dw1", "db1", "dw2", "db2")
 ACTIVATIONS = ("silu", "relu", "hardswish")
 GATES = ("sigmoid", "hardsigmoid")
 
-# x's dtype, and that of the weights.
+# The dtype of x, and that of the weights.
 DTYPES = {
     "fp32": (torch.float32, torch.float32),
     "fp64": (torch.float64, torch.float64),
@@ -31,7 +31,7 @@ def _sliced(t):
 
 
 def misaligned(t, offset=1):
-    """Dense, but some elements away from where the allocator would put it."""
+    """Dense, but shifted by some elements from the allocator's alignment."""
     return t.new_empty(t.numel() + offset)[offset:].view(t.shape).copy_(t)
 
 
@@ -39,7 +39,7 @@ def misaligned_channels_last(t, offset=1):
     return misaligned(t.permute(0, 2, 3, 1), offset).permute(0, 3, 1, 2)
 
 
-# Each makes a tensor with the same values (`expanded`: those of its first pixel) laid out anew.
+# Each copies the values into another memory layout. `expanded` repeats the first pixel's value.
 LAYOUTS = {
     "nchw": lambda t: t.contiguous(),
     "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
@@ -55,7 +55,7 @@ LAYOUTS = {
 
 @dataclass
 class Case:
-    """The inputs of one call, and the gradient that comes back to it."""
+    """The inputs of one call, and the gradient of its output."""
 
     x: torch.Tensor
     w1: torch.Tensor
@@ -76,7 +76,7 @@ class Case:
         return *self.inputs, self.activation, self.gate
 
     def expected(self):
-        """By output: eager torch's, and what is right; computed once."""
+        """For each output: eager torch's value and the reference; computed once."""
         if self._expected is None:
             mixed = self.x.dtype != self.w1.dtype
             with torch.autocast(self.x.device.type, self.x.dtype, enabled=mixed):
@@ -86,15 +86,15 @@ class Case:
         return self._expected
 
     def check(self, fn=squeeze_excite):
-        """Forward and all gradients of `fn` against the rule; returns them."""
+        """Checks the output and all gradients of `fn` by the accuracy rule; returns them."""
         ours = gradients(fn, self)
         for name, right in self.expected().items():
             assert_close(name, ours[name], *right)
         return ours
 
     def implementations(self, backward=True):
-        """What can be forced for this call, as arguments of `fusewise.implementation`: one after
-        another every forward that takes it, then every backward."""
+        """What can be forced for this call, as arguments of `fusewise.implementation`: first every
+        forward that can run it, then every backward."""
         with torch.set_grad_enabled(backward):
             x = self.x.detach().requires_grad_(backward)
             explanation = fusewise.explain(squeeze_excite, x, *self.arguments[1:])
@@ -106,15 +106,15 @@ class Case:
         ]
 
     def check_every_implementation(self):
-        """The rule, and bit-identical reruns, for the default choice and for each implementation
-        that takes the call; returns the names that were forced."""
+        """Checks the accuracy rule and bit-identical reruns, for the default choice and for each
+        implementation that can run the call. Returns the names that were forced."""
         checked = set()
         for choice in ({}, *self.implementations()):
             with fusewise.implementation(**choice):
                 try:
                     first = self.check()
                 except RuntimeError as error:
-                    # `explain` does not know dy; a forced backward may decline its layout.
+                    # `explain` does not see dy, and a forced backward may decline dy's layout.
                     declined = "none takes this call" in str(error)
                     if declined and "squeeze_excite_backward" in choice:
                         continue
@@ -139,7 +139,7 @@ def make_case(
     bias=(True, True),
     convolution=False,
 ):
-    """Random inputs that keep the gates away from their flat ends."""
+    """Random inputs that keep the gates away from saturation."""
     c, tail = shape[1], (1, 1) if convolution else ()
     x_dtype, w_dtype = dtypes
 
@@ -159,12 +159,12 @@ def make_case(
 
 
 def with_silu(*inputs):
-    """The operator where it does not matter which function."""
+    """The operator, for tests in which the activation does not matter."""
     return squeeze_excite(*inputs, "silu")
 
 
 def gradients(fn, case):
-    """y and the gradient of every input that is there, by name."""
+    """y and the gradients of all inputs that are not None, by name."""
     inputs = [None if t is None else t.detach().requires_grad_() for t in case.inputs]
     y = fn(*inputs, case.activation, case.gate)
     present = {
@@ -177,7 +177,7 @@ def gradients(fn, case):
 
 
 def assert_close(name, ours, eager, reference, scale, decided=None, *, computed_in=None):
-    """Raises AssertionError, with the figures, where the rule is broken."""
+    """Raises AssertionError, with the figures, if the accuracy rule is broken."""
     found = compare(name, ours, eager, reference, scale, decided, computed_in=computed_in)
     assert found.passed, found
 
@@ -189,5 +189,5 @@ def assert_right(ours, eager, computed_in=None):
 
 
 def same_bits(a, b):
-    """Equal, NaN included."""
+    """Equal; a NaN equals a NaN."""
     return a.shape == b.shape and torch.equal(a.nan_to_num(nan=0.125), b.nan_to_num(nan=0.125))

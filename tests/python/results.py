@@ -1,4 +1,4 @@
-"""Results of the benchmark that no machine had to measure: as a GPU would give them."""
+"""Made-up benchmark results in the form that a GPU run gives, without measuring anything."""
 
 from fusewise.bench import runner, schema
 from fusewise.bench.cases import select
@@ -7,13 +7,13 @@ from fusewise.bench.statistics import summary
 
 
 def contender(gpu):
-    """Times in µs: `gpu` on the GPU and ten times that on the wall, without any noise."""
+    """Times in µs without noise: `gpu` as GPU time and ten times that as wall time."""
     times = {clock: summary([gpu * factor] * 5) for clock, factor in (("gpu", 1), ("wall", 10))}
     return {**times, "peak_bytes": 1_000_000, "kernels": 2}
 
 
 def gpu_results(ours=2.0, eager=1.0, compiled=4.0):
-    """The blocks of EfficientNet-B4: two clocks, a group, a baseline that is not there."""
+    """The blocks of EfficientNet-B4, with two clocks, a group and an unavailable baseline."""
     blocks = select("squeeze_excite", "cuda", "quick", "b4-*")
     rows = [
         {

@@ -1,4 +1,4 @@
-"""Strategies of hypothesis that several tests share."""
+"""Hypothesis strategies that several tests share."""
 
 from hypothesis import strategies as st
 

@@ -1,7 +1,10 @@
-"""Loads the operator libraries and adds what the stable ABI cannot: fake kernels and torch's own
-error types. Everything here is private; `fusewise.functional` is the door."""
+"""Loads the operator libraries and adds what the stable ABI cannot express.
 
-from . import _flops  # noqa: F401 - registers what torch's counter of operations asks for
+That is fake kernels for tracing, and torch's own exception types. Everything here is private;
+`fusewise.functional` is the public interface.
+"""
+
+from . import _flops  # noqa: F401 - registers the formulas for torch's FLOP counter
 from ._library import (
     CUDA_MISSING,
     OPERATOR_NAMES,

@@ -1,13 +1,15 @@
 """Which GPUs a build of the CUDA kernels runs on."""
 
-_OLDEST = (8, 0)  # that the kernels can be built for
+_OLDEST = (8, 0)  # the oldest compute capability that the kernels can be built for
 
 
 def runs_on(capability: tuple[int, int], architectures: str) -> bool:
-    """Whether a GPU runs a build for these architectures, named as by CMake: "90-real 90-virtual".
+    """Whether a GPU can run a build for these architectures, in CMake's names: "90-real
+    90-virtual".
 
-    Binaries run on GPUs of the same generation that are as new, PTX on all that are as new. Of
-    other names ("native", "all", "90a") nothing is known; then the answer is yes.
+    A binary runs on GPUs of the same major version with the same or a higher minor version. PTX
+    runs on all GPUs that are as new or newer. Other names ("native", "all", "90a") are not
+    interpreted; for them the answer is yes.
     """
     for name in architectures.split():
         number, _, kind = name.partition("-")
@@ -20,7 +22,7 @@ def runs_on(capability: tuple[int, int], architectures: str) -> bool:
 
 
 def why_unsupported(capability: tuple[int, int], architectures: str) -> str:
-    """Why a build has no kernels for a GPU, and what to do; '' where it has some."""
+    """Why a build has no kernels for a GPU, and what to do about it; '' if it has some."""
     if runs_on(capability, architectures):
         return ""
     number = "".join(map(str, capability))

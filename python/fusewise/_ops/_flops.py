@@ -1,6 +1,8 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators: the matrix products of
-the same layers in torch, forward and backward, and as torch no pointwise work. What backward
-computes anew does not count."""
+"""FLOP formulas of the operators for `torch.utils.flop_counter.FlopCounterMode`.
+
+They count the GEMMs of the same layers in torch, forward and backward. Like torch's formulas they
+leave out pointwise operations. They also leave out what backward recomputes.
+"""
 
 import sys
 from math import prod
@@ -11,7 +13,7 @@ from .autoencoder import AUTOENCODER_WEIGHTS
 
 _COUNTER = "torch.utils.flop_counter"
 
-# Tensors come as their shapes.
+# torch's counter passes the shapes in place of the tensors.
 
 
 def _linear_act(x, w, *_, **__):
@@ -29,7 +31,7 @@ def _mlp(x, weights, *_, **__):
 
 def _mlp_backward(dy, x, weights, saved, activation, final_activation, dx, needs, *_, **__):
     rows, layers, total = prod(x[:-1]), len(weights), 0
-    needed = bool(dx)  # the gradient of a layer's input
+    needed = bool(dx)  # whether the gradient of the layer's input is needed
     for w, dw, db in zip(weights, needs[:layers], needs[layers:], strict=True):
         total += 2 * rows * prod(w) * (needed + bool(dw))
         needed = bool(needed or dw or db)
@@ -46,7 +48,7 @@ def _squeeze_excite_backward(gradient, x, w1, w2, saved, activation, gate, neede
 
 
 def _autoencoder_products(x, weights):
-    """Encoder, projection on the basis, layer in the middle; the decoder is as the encoder."""
+    """FLOPs of the encoder, of the basis projection and of the middle layer; decoder as encoder."""
     rows, mels, (latent, codes) = x[0], weights[0][0], weights[4]
     return 2 * rows * codes * mels, 2 * rows * codes * latent, 2 * rows * latent * latent
 
@@ -63,7 +65,7 @@ def _autoencoder_backward(gradient, x, *arguments, **_):
     encoder, basis, middle = _autoencoder_products(x, weights)
     names = ("x", *AUTOENCODER_WEIGHTS)
     need = {name: needed >> i & 1 for i, name in enumerate(names)}
-    # Whether something at or before the inputs of the four maps needs a gradient.
+    # Whether the input of each of the four linear maps, or anything before it, needs a gradient.
     row = need["x"] | need["norm_weight"] | need["norm_bias"]
     code = row | need["encoder_weight"] | need["encoder_bias"]
     projected = code | need["basis"] | need["mid_norm_weight"] | need["mid_norm_bias"]
@@ -95,7 +97,10 @@ def _register(counter) -> None:
 
 
 class _WhenImported:
-    """An import hook: torch's counter brings Triton with it, which `import fusewise` must not."""
+    """An import hook that registers the formulas once torch's FLOP counter is imported.
+
+    Importing the counter loads Triton, which `import fusewise` must not do.
+    """
 
     def find_spec(self, name, path=None, target=None):
         if name != _COUNTER:

@@ -1,4 +1,4 @@
-"""Loading of the two libraries: schemas with CPU kernels, and CUDA kernels."""
+"""Loads the two libraries: one with the schemas and CPU kernels, one with the CUDA kernels."""
 
 import sys
 from pathlib import Path
@@ -7,14 +7,14 @@ import torch
 
 from ._architectures import why_unsupported
 
-# The major version that the CUDA library is linked for; the stable ABI does not cover CUDA's own.
+# The major version that the CUDA library is linked against: torch's stable ABI does not cover CUDA.
 CUDA_MAJOR = "13"
 
 _FOLDER = Path(__file__).parent.parent / "_lib"
 
 
 def _load() -> str:
-    """Loads what this torch can run; returns why CUDA tensors cannot be served, or ''."""
+    """Loads the libraries that this torch can run; returns why CUDA is not available, or ''."""
     library = _FOLDER / "libfusewise_torch.so"
     if not library.is_file():
         raise ImportError(
@@ -54,15 +54,15 @@ WAY_OUT = 'inside `with fusewise.implementation("torch"):` it runs as torch\'s o
 
 
 def refuse_onnx(operator: str) -> None:
-    """While a model is exported to ONNX, which has no fused operators: an error that says so."""
-    onnx = sys.modules.get("torch.onnx")  # importing it takes longer than all of fusewise
+    """Raises during an ONNX export, because ONNX has no fused operators."""
+    onnx = sys.modules.get("torch.onnx")  # importing it here would take longer than all of fusewise
     if onnx is not None and onnx.is_in_onnx_export():
         raise RuntimeError(f"{operator}: ONNX has no such operator of fusewise; {WAY_OUT}")
 
 
 def dtensor_error(name: str, tensor: torch.Tensor | None) -> RuntimeError | None:
-    """For parameters that tensor parallelism or an inner `fully_shard` has distributed."""
-    module = sys.modules.get("torch.distributed.tensor")  # there are none where it is not loaded
+    """The error for parameters distributed by tensor parallelism or by an inner `fully_shard`."""
+    module = sys.modules.get("torch.distributed.tensor")  # not loaded: no DTensor exists
     if module is None or not isinstance(tensor, module.DTensor):
         return None
     return RuntimeError(
@@ -73,11 +73,11 @@ def dtensor_error(name: str, tensor: torch.Tensor | None) -> RuntimeError | None
 
 
 def rephrased(error: Exception, **tensors: torch.Tensor | None) -> Exception:
-    """The error that an operator's failure should be.
+    """Turns an operator's error into the one that the user should see.
 
-    The stable ABI turns every exception into a RuntimeError, the dispatcher says of tensors without
-    a kernel only that there is none, and the core's list of implementations lacks torch. Here, on
-    the error path alone, all three become clear.
+    The stable ABI turns every exception into a RuntimeError. For a tensor without a kernel, the
+    dispatcher only says that there is none. The C++ core's list of implementations does not include
+    "torch". This corrects all three, and only runs after an error.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return error

@@ -1,7 +1,7 @@
-"""An operator as its C++ description tells it: its checks, and what it looks like to a tracer.
+"""An operator built from its C++ description: argument checks and fake kernels for tracing.
 
-The checks are those of the C++ core, word for word, for the ways that do not reach it: tracing and
-torch.func. Sizes may be symbols here.
+The checks repeat those of the C++ core, with the same messages, for callers that do not reach the
+core: tracing and torch.func. Sizes may be symbolic here.
 """
 
 from typing import NamedTuple
@@ -25,9 +25,9 @@ class TensorRule(NamedTuple):
     type: str
     layout: str
     read: bool
-    """Whether backward reads it,"""
+    """Whether backward reads this tensor."""
     only_for: str
-    """and for the gradient of which input alone, where it does so."""
+    """The one input whose gradient needs this tensor in backward, if no other does; else ''."""
     differentiable: bool
     only_with: list[str]
 
@@ -37,7 +37,7 @@ class TensorRule(NamedTuple):
 
 
 class Operator:
-    """One of `torch.ops.fusewise`, with its backward and its `explain`."""
+    """One operator of `torch.ops.fusewise`, with its backward and its `explain`."""
 
     def __init__(self, name: str):
         self.name = name
@@ -64,19 +64,18 @@ class Operator:
         self._saved = [rule for rule in tensors if rule.role in ("saved", "optional_saved")]
         self._read = [i for i, rule in enumerate(self.inputs) if rule.read]
         self.read_back = [*self._read, len(self.inputs)]
-        """Of the inputs, with what forward saved behind them, the places of those that backward
-        gets."""
+        """What backward receives: indices into the inputs followed by the saved tensor."""
         names = [rule.name for rule in self.inputs]
         only_for = self.inputs[0].only_for
         self.first_is_for = names.index(only_for) if only_for else None
-        """The input whose gradient alone the first one is read for, where it is for one alone."""
+        """Index of the one input whose gradient needs the first input, if no other does."""
         torch.library.register_fake(f"fusewise::_{name}")(self.fake_forward)
         torch.library.register_fake(f"fusewise::_{name}_backward")(self._fake_backward)
 
     def wrong_type(self, tensors, words=()) -> TypeError | None:
-        """A TypeError that names the first argument that is no tensor or no text, or None.
+        """A TypeError that names the first argument that is not a tensor or not a string, or None.
 
-        Asked after something has failed: what is said then is about attributes and schemas.
+        Called after a failure, whose own message would be about attributes and schemas.
         """
         for rule, value in zip(self.inputs, tensors, strict=True):
             if not isinstance(value, Tensor) and not (rule.optional and value is None):
@@ -90,25 +89,26 @@ class Operator:
         return None
 
     def wrong_word(self, choice: str, word: str, name: str = "") -> Exception | None:
-        """What a word that the choice does not have gets, under the choice's name or another."""
+        """The error for a value that the choice does not offer, or None; `name` replaces its
+        name."""
         if word in self.choices[choice]:
             return None
         message = f"{name or choice}: expected {self.words(choice)}, got {word!r}"
         return RuntimeError(message) if isinstance(word, str) else TypeError(message)
 
     def words(self, choice: str) -> str:
-        """ "'silu', 'relu' or 'hardswish'" """
+        """The allowed values, as in "'silu', 'relu' or 'hardswish'"."""
         *rest, last = map(repr, self.choices[choice])
         return f"{', '.join(rest)} or {last}" if rest else last
 
     def check(self, tensors, words) -> dict[str, int]:
-        """Refuses what the operator refuses; returns what the letters of the shapes stand for."""
+        """Raises what the operator would raise; returns the size of each letter in the shapes."""
         if error := self.wrong_type(tensors, words):
             raise error
         return self._check(list(zip(self.inputs, tensors, strict=True)), words)
 
     def check_shape(self, name: str, tensor: Tensor, **sizes: int) -> None:
-        """Of one input, where the letters stand for these sizes."""
+        """Checks the shape of one input, given the sizes of some letters."""
         self._check_shape(next(r for r in self.inputs if r.name == name), tensor, sizes)
 
     def _check(self, given, words) -> dict[str, int]:
@@ -166,7 +166,7 @@ class Operator:
                 _refuse(f"{rule.name}: expected {wanted}, got {_name(dtype)}")
 
     def fake_forward(self, *arguments):
-        """What the operator gives a tracer."""
+        """The fake kernel: outputs of the right shape, dtype and layout, without data."""
         refuse_onnx(self.name)
         count = len(self.inputs)
         tensors, words = arguments[:count], arguments[count : count + len(self.choices)]
@@ -212,8 +212,8 @@ class Operator:
 
     @staticmethod
     def _empty(rule, inputs, tensors, sizes, leading=None):
-        """A dense tensor as the rule describes it, beside these inputs; with these leading sizes,
-        where its shape has any."""
+        """A dense tensor as the rule describes it; `leading` replaces its leading sizes, if it has
+        any."""
         shape = [
             int(size) if size.isdigit() else _product(sizes[letter] for letter in size.strip("*"))
             for size in rule.shape.split(" | ")[0].split()
@@ -229,7 +229,7 @@ class Operator:
 
 
 def _with_word(rules: list[TensorRule], words) -> list[TensorRule]:
-    """Those that are there with the value of the first choice."""
+    """The rules that apply with this value of the first choice."""
     return [rule for rule in rules if not rule.only_with or words[0] in rule.only_with]
 
 
@@ -238,7 +238,7 @@ def _has_leading(shape: str) -> bool:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The type of sums, and of what is computed between input and output."""
+    """The dtype of sums and of all intermediate results."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -264,9 +264,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _fitted(wanted: list[str], shape: list[int], sizes: dict[str, int]) -> dict[str, int] | None:
-    """The letters with what the shape adds to them; None where it does not fit."""
+    """The sizes of the letters, with those that this shape adds; None if the shape does not fit."""
     if wanted[0].endswith("*") and len(shape) >= len(wanted) - 1:
-        # Nothing compares the leading sizes, so symbols stay free.
+        # The leading sizes are only multiplied, never compared, so symbolic sizes stay dynamic.
         count = len(shape) - len(wanted) + 1
         wanted = [wanted[0].strip("*"), *wanted[1:]]
         shape = [_product(shape[:count]), *shape[count:]]
@@ -295,7 +295,7 @@ def _fitted(wanted: list[str], shape: list[int], sizes: dict[str, int]) -> dict[
 
 
 def _written_shape(shape: str, sizes: dict[str, int]) -> str:
-    """ "[R, 48] or [R, 48, 1, 1]" """
+    """A shape for error messages, as in "[R, 48] or [R, 48, 1, 1]"."""
 
     def written(size):
         if size.endswith("*"):

@@ -1,5 +1,8 @@
-"""The operators of linear + activation and of stacks of it. Lists of tensors have no description:
-what a tracer sees of a stack is written here, layer by layer from that of linear + activation."""
+"""The operators for a linear layer + activation and for stacks of them.
+
+A C++ description cannot express lists of tensors. The fake kernels of a stack are therefore written
+here, layer by layer, on top of those of the single layer.
+"""
 
 import torch
 
@@ -16,11 +19,11 @@ _IS_KEPT = {
     for activation in ACTIVATIONS
     for last in (False, True)
 }
-"""Whether forward of a layer keeps something for backward."""
+"""Whether a layer's forward saves something for backward."""
 
 
 def in_layer(layer: int, function, *arguments):
-    """What the function returns; an error gets the layer's number in front."""
+    """Calls the function; prefixes an error with the number of the layer."""
     try:
         return function(*arguments)
     except RuntimeError as error:
@@ -28,7 +31,7 @@ def in_layer(layer: int, function, *arguments):
 
 
 def wrong_words(activation: str, final_activation: str) -> Exception | None:
-    """What a stack's activations get where one is not known."""
+    """The error for an unknown activation of a stack, or None."""
     return LINEAR_ACT.wrong_word("activation", activation) or LINEAR_ACT.wrong_word(
         "activation", final_activation, "final_activation"
     )

@@ -1,7 +1,7 @@
-"""The benchmark: correctness first, then time, against what a user would otherwise run.
+"""The benchmark: checks correctness first, then times the operators against what users run today.
 
-A family of operators plugs in with a cases file, a builder of callables and its floor
-(`families/`); everything else here is common to all of them.
+An operator family (`families/`) supplies a cases file, the functions to call and its floor, the
+least time possible. Everything else here is shared by all families.
 """
 
 from .runner import Broken, Options, plan, run

@@ -1,13 +1,17 @@
-"""How near is right: the one comparator, of the benchmark and of all tests (docs/specification.md).
+"""The accuracy rule: the only comparator, used by the benchmark and by all tests.
 
     max|ours - ref| <= 2 max|torch - ref| + 4 eps scale
 
-ref is the formula in higher precision on the same rounded inputs, torch is eager in the same dtype
-on the same device, eps is that of the type that the tensor is computed in, its own but under
-autocast, and scale says how large the numbers behind an element are (`scale` below). Ours is finite
-wherever ref and torch both are, infinite as they are where both are the same infinity, and NaN
-exactly where torch is. What relu decides is compared as such: ours is above 0 exactly where ref is,
-wherever rounding leaves no doubt.
+- ref is the formula in higher precision on the same rounded inputs.
+- torch is eager mode in the same dtype on the same device.
+- eps is that of the dtype that the tensor is computed in. That is its own dtype, except under
+  autocast.
+- scale is the magnitude of the numbers that an element is computed from (`scale` below).
+
+Ours must be finite wherever ref and torch both are. Where both are the same infinity, ours must be
+that infinity too. Ours must be NaN exactly where torch is. For relu the sign is also compared: ours
+must be above 0 exactly where ref is, except where rounding can decide the sign.
+See docs/specification.md.
 """
 
 from dataclasses import dataclass
@@ -16,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_PIECE = 1 << 26  # elements that are looked at together, so that huge tensors need little memory
+_PIECE = 1 << 26  # elements compared at once, so that huge tensors need little extra memory
 
 
 class Expected(NamedTuple):
@@ -25,27 +29,27 @@ class Expected(NamedTuple):
     value: Tensor
     scale: float
     decided: Tensor | None = None
-    """Of relu's output: where a right answer must be on the same side of 0."""
+    """For relu's output: the elements that must be on the same side of 0 as the reference."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums of the type are kept in."""
+    """The dtype in which sums of this dtype are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def scale(value: float, terms: float, inside: float, dtype: torch.dtype) -> float:
-    """The rule's scale from the largest |value|, the largest sum of |terms| of the outermost sum,
-    and that of the sums inside it.
+    """The rule's scale.
 
-    A result is rounded to its own type. Sums are kept in the accumulator's type, so they count with
-    the eps of that type, relative to the eps of `dtype`.
+    `value` is the largest |value|. `terms` is the largest sum of |terms| in the outermost sum, and
+    `inside` that of the sums nested in it. The result is rounded to `dtype`. Sums are kept in the
+    accumulator's dtype, so they count with that dtype's eps, relative to the eps of `dtype`.
     """
     share = torch.finfo(accumulator(dtype)).eps / torch.finfo(dtype).eps
     return max(value, share * terms) + share * inside
 
 
 def largest(t: Tensor) -> float:
-    """The largest |element| that is finite; 0 where none is."""
+    """The largest finite |element|; 0 if there is none."""
     if not t.numel():
         return 0.0
     parts = pieces(t if t.dim() else t[None])
@@ -54,14 +58,14 @@ def largest(t: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Check:
-    """One compared tensor; `str()` gives the figures."""
+    """The result of comparing one tensor; `str()` gives the figures."""
 
     tensor: str
     error: float
-    """The largest where torch and the reference are both finite."""
+    """The largest error where torch and the reference are both finite."""
     allowed: float
     wrong: str
-    """What breaks the rule; empty where nothing does."""
+    """What breaks the rule; empty if nothing does."""
 
     @property
     def passed(self) -> bool:
@@ -73,14 +77,14 @@ class Check:
 
 
 class Results(NamedTuple):
-    """What a call gave, by name, and what is right for it."""
+    """The outputs of a call, by name, and the expected values."""
 
     outputs: dict[str, Tensor]
     expected: dict[str, Expected]
 
 
 def check(ours: Results, eager: Results, computed_in: torch.dtype | None = None) -> Check:
-    """The first output that breaks the rule, or the one that comes nearest to its bound."""
+    """The first output that breaks the rule; if none does, the one closest to its bound."""
     nearest = None
     for name, output in ours.outputs.items():
         found = compare(
@@ -110,11 +114,12 @@ def compare(
     eager_reference: Tensor | None = None,
     computed_in: torch.dtype | None = None,
 ) -> Check:
-    """One tensor by the rule; all on one device, in any layout.
+    """Compares one tensor by the rule. All tensors are on one device, in any layout.
 
-    `eager_reference`: what is right for torch, where that took other decisions than ours.
-    `computed_in`: where that is not its own type. Under autocast, torch computes the gradients of
-    float32 parameters in the half type, and casts them then.
+    `eager_reference` is the reference for torch's own result. It differs from `reference` if torch
+    decided differently than ours at relu's kink. `computed_in` is the dtype of the computation, if
+    it is not the tensor's own: under autocast, torch computes the gradients of float32 parameters
+    in half precision and casts them afterwards.
     """
 
     def broken(wrong: str, error=float("nan"), allowed=float("nan")) -> Check:
@@ -126,7 +131,7 @@ def compare(
         return broken(f"{ours.dtype}, not {eager.dtype}")
     tensors = [ours, eager, reference, reference if eager_reference is None else eager_reference]
     tensors += [] if decided is None else [decided]
-    if not ours.dim():  # a loss
+    if not ours.dim():  # a scalar loss
         tensors = [t[None] for t in tensors]
 
     misplaced: dict[str, list] = {}
@@ -168,19 +173,19 @@ def compare(
 
 
 def cut(shape: torch.Size) -> tuple[int, int]:
-    """The longest dimension of a tensor, and into how long pieces of it `pieces` cuts."""
+    """The longest dimension, and the length of the pieces that `pieces` cuts it into."""
     dim = max(range(len(shape)), key=shape.__getitem__)
     return dim, max(1, _PIECE * shape[dim] // max(1, shape.numel()))
 
 
 def pieces(*tensors: Tensor):
-    """Views of tensors of one shape, all cut alike, small enough to be converted to fp64."""
+    """Views of tensors of the same shape, all cut alike, small enough to convert to fp64."""
     dim, length = cut(tensors[0].shape)
     return zip(*(tensor.split(length, dim) for tensor in tensors), strict=True)
 
 
 def _doubles(*tensors: Tensor):
-    """Where each piece starts, and the pieces themselves in fp64."""
+    """The start index of each piece, and the pieces in fp64."""
     if not tensors[0].numel():
         return
     dim, length = cut(tensors[0].shape)

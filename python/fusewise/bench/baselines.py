@@ -1,4 +1,4 @@
-"""What a case is run with: ours, and the baselines it is compared with."""
+"""The functions that run on a case: ours, and the baselines that it is compared with."""
 
 import logging
 import multiprocessing
@@ -18,13 +18,13 @@ from .measure import Call, Replay
 OURS = "fusewise"
 BASELINES = ("eager", "compile", "naive")
 COMPILED = ("compile", REDUCE_OVERHEAD)
-# What computes less than ours, or is ours without the host's part, and so bounds it; not to be
-# faster than it is no loss.
+# These bound our time from below: "products" computes less than ours, "graphed" is ours without the
+# host's part. Being slower than they are does not count as a loss.
 BOUNDS = ("products", GRAPHED)
-# They are CUDA graphs themselves, which no other graph can hold: there is no GPU time of them.
+# These are CUDA graphs, which cannot be captured in another graph, so they have no GPU time.
 WALL_ONLY = (REDUCE_OVERHEAD, GRAPHED)
 
-# It warns of a missing GPU in every process that compiles for the CPU.
+# This logger warns about a missing GPU in every process that compiles for the CPU.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
@@ -38,10 +38,10 @@ def all_baselines() -> tuple[str, ...]:
 
 
 def functions(workload: Workload, baselines: tuple[str, ...]) -> dict[str, Callable | str]:
-    """Ours and the baselines by name; a string in place of a function says why it is not there."""
+    """Ours and the baselines by name. A string instead of a function says why it is missing."""
     found = dict(workload.functions)
-    torch.compiler.reset()  # else earlier cases count towards the limit of recompilations
-    if "compile" not in found:  # else the family says why not
+    torch.compiler.reset()  # otherwise earlier cases count towards the recompilation limit
+    if "compile" not in found:  # otherwise the family gives a reason
         found["compile"] = torch.compile(workload.functions["eager"], dynamic=False)
         if workload.inputs[0][0].device.type == "cpu" and not shutil.which("g++"):
             found["compile"] = "needs g++"
@@ -49,7 +49,7 @@ def functions(workload: Workload, baselines: tuple[str, ...]) -> dict[str, Calla
 
 
 def calls(functions: dict[str, Callable | str], workload: Workload, mode: str):
-    """By name: what is called for a mode, or a string that says why nothing is."""
+    """For each name: the call for a mode, or a string that says why there is none."""
     found: dict[str, Call | str] = {}
     for name, function in functions.items():
         if mode != FORWARD and name in workload.forward_only:
@@ -64,7 +64,7 @@ def calls(functions: dict[str, Callable | str], workload: Workload, mode: str):
 
 
 def caller(function: Callable, workload: Workload, mode: str) -> Call:
-    """A call on the i-th buffer that returns the output and, where the mode says so, gradients."""
+    """A call on the i-th buffer that returns the output and, if the mode has any, gradients."""
 
     def forward(i: int):
         with torch.no_grad():
@@ -86,16 +86,16 @@ def caller(function: Callable, workload: Workload, mode: str) -> Call:
 
 
 def precompile(cases: list[Case], device: str, baselines: tuple[str, ...]):
-    """Lets several processes fill torch.compile's cache on disk; yields as each case is done.
+    """Fills torch.compile's disk cache from several processes; yields as each case is done.
 
-    The processes that measure nothing may use all cores. What fails here fails again, and is
-    reported, where it is measured.
+    Nothing is measured meanwhile, so the processes may use all cores. A failure here is not
+    reported: it happens again, and is reported, when the case is measured.
     """
-    # The largest first, so that none of them is left for the end.
+    # The largest first, so that none of them runs alone at the end.
     cases = sorted(cases, key=lambda case: -case.shape[0] * case.shape[1])
     context = multiprocessing.get_context("spawn")
     workers = min(8, len(cases), len(os.sched_getaffinity(0)))
-    # Ctrl-C reaches the whole process group; these have nothing to say about it.
+    # Ctrl-C reaches the whole process group; these processes should end without a traceback.
     quiet = (signal.SIGINT, signal.SIG_DFL)
     pool = ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=quiet)
     try:
@@ -107,7 +107,7 @@ def precompile(cases: list[Case], device: str, baselines: tuple[str, ...]):
 
 
 def _compile_case(case: Case, device: str, baselines: tuple[str, ...]) -> None:
-    compile_on_one_thread()  # the processes are the parallelism
+    compile_on_one_thread()  # the parallelism is across processes
     family = FAMILIES[case.family]
     workload = family.build(case, device, 1)
     compiled = functions(workload, tuple(name for name in COMPILED if name in baselines))

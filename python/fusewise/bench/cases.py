@@ -1,4 +1,4 @@
-"""Cases as data: which shapes are measured, and in which sets."""
+"""Reads the cases files: the shapes to measure, and the sets that they belong to."""
 
 import json
 import re
@@ -10,18 +10,18 @@ from .._usage import UsageError
 from .families import FAMILIES
 from .families.family import DTYPES, LAYOUTS, TF32, Case
 
-# In an installed package the cases lie beside this file, in a source tree under benchmarks/.
+# An installed package has the cases next to this file; a source tree has them under benchmarks/.
 _FOLDERS = (Path(__file__).parent / "cases", Path(__file__).parents[3] / "benchmarks" / "cases")
 
 
 def select(family: str, device: str, size: str, pattern: str | None = None) -> list[Case]:
-    """The cases of one set, those whose name contains or matches `pattern`."""
+    """The cases of one set whose name contains or matches `pattern`."""
     folder = next(folder for folder in _FOLDERS if folder.is_dir())
     return read(folder / f"{family}.json", device, size, pattern)
 
 
 def read(path: Path, device: str, size: str, pattern: str | None = None) -> list[Case]:
-    """The same from any file of this form; one without sets is taken whole."""
+    """The same from any cases file. A file without sets is one set."""
     try:
         text = path.read_text()
         data = json.loads(text)
@@ -49,8 +49,10 @@ def read(path: Path, device: str, size: str, pattern: str | None = None) -> list
 
 
 def recast(cases: list[Case], dtype: str | None, layout: str | None) -> list[Case]:
-    """The cases in another dtype or layout, their names saying so. Those that become equal are run
-    once, and count in their group as often as before."""
+    """The cases in another dtype or layout, which is added to their names.
+
+    Cases that become equal are run once. In their group they count as often as before.
+    """
     found: dict[tuple, Case] = {}
     for case in cases:
         changed = replace(case, dtype_name=dtype or case.dtype_name, layout=layout or case.layout)
@@ -69,7 +71,7 @@ def recast(cases: list[Case], dtype: str | None, layout: str | None) -> list[Cas
 
 
 def _globs(path: Path, text: str, data: object, device: str, size: str) -> list[str]:
-    """Which names the set has; raises where the file as a whole is not one of cases."""
+    """The name patterns of the set; raises if the file is not a cases file."""
     if not isinstance(data, dict):
         raise UsageError(f"{path}:1: expected an object with the fields family and cases")
     for field in data.keys() - {"family", "cases", "sets", "groups"}:
@@ -141,14 +143,14 @@ def _case(path: Path, text: str, start: int, family: str, entry: dict) -> Case:
 
 
 def _wrong(path: Path, text: str, start: int, field: str, what: str) -> UsageError:
-    """Names file, line and field; a field that is missing gets the line of its case."""
+    """An error that names file, line and field. A missing field gets the line of its case."""
     place = text.find(f'"{field}"', start)
     line = text.count("\n", 0, place if place >= 0 and what != "missing" else start) + 1
     return UsageError(f"{path}:{line}: field {field}: {what}")
 
 
 def _starts(text: str) -> list[int]:
-    """Where each case starts in the text of its file; json itself tells no places."""
+    """Where each case starts in the file's text, because Python's json reports no positions."""
     decoder, found = json.JSONDecoder(), []
     place = re.search(r'"cases"\s*:\s*\[', text).end()
     while match := re.compile(r"[\s,]*(?=\{)").match(text, place):

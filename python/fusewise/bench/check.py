@@ -14,7 +14,7 @@ from .verify import Verification
 
 
 def run(device: str) -> tuple[Table, list[str], bool]:
-    """The table, its summary, and whether everything is right."""
+    """Returns the table, its summary, and whether every check passed."""
     device = usable_device(device)
     rows = []
     for family in FAMILIES.values():
@@ -36,7 +36,8 @@ def run(device: str) -> tuple[Table, list[str], bool]:
 
 
 def _checks(family: Family, cases: list[Case], device: str) -> dict[str, accuracy.Check]:
-    """By implementation: of all cases that it takes, a wrong check or the nearest to its bound."""
+    """For each implementation, over the cases that it can run: a failed check, or the one closest
+    to its bound."""
     found: dict[str, accuracy.Check] = {}
     for case in cases:
         workload = family.build(case, device, 1)
@@ -55,7 +56,7 @@ def _checks(family: Family, cases: list[Case], device: str) -> dict[str, accurac
 def _check(verification: Verification, call: Call) -> accuracy.Check:
     try:
         return verification.check(call, BOTH)
-    except RuntimeError as error:  # a kernel that fails here is a finding, not the end
+    except RuntimeError as error:  # record a failing kernel and go on
         return accuracy.Check("call", 0, 0, f"raised {str(error).splitlines()[0]}")
 
 

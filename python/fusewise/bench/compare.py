@@ -1,4 +1,4 @@
-"""Two results of the benchmark side by side: what became better, what worse, beyond the noise."""
+"""Compares two results of the benchmark: which rows are better or worse, beyond the noise."""
 
 from ..report import Table
 from .baselines import OURS
@@ -7,14 +7,14 @@ from .statistics import Ratio, ratio_of_sums
 from .tables import names, us_text
 from .verdict import CLOCKS
 
-# Two runs of the same code on a quiet machine differ by so much in their medians now and then.
+# On a quiet machine, the medians of two runs of the same code sometimes differ by this much.
 _ALWAYS = 0.02
-# What did not change between two runs: torch's own operators, or the empty one.
+# Contenders whose code did not change between the runs: torch's operators, or the empty operator.
 _CONTROLS = ("eager", "empty")
 
 
 def compare(old: dict, new: dict) -> dict:
-    """`rows` with a verdict by clock for every case of both, and what is in one of them only."""
+    """`rows`: a verdict by clock for each common case. Also the cases that only one result has."""
     before, after = ({_key(row): row for row in results["rows"]} for results in (old, new))
     common = [key for key in before if key in after]
     return {
@@ -45,7 +45,7 @@ def worse(compared: dict) -> list[str]:
 
 
 def tables(compared: dict) -> list[Table]:
-    """Each verdict beside the two intervals that decide it."""
+    """One table per clock. Each verdict stands next to the two intervals that decide it."""
     found = []
     for clock, title in CLOCKS.items():
         rows = [
@@ -134,8 +134,11 @@ def _change(old: dict, new: dict, who: str, clock: str) -> Ratio:
 
 
 def _judge(change: Ratio, control: Ratio | None) -> dict:
-    """Better or worse only beyond 2 % and beyond what the control, which did not change, moved
-    itself: the intervals know the noise within a run, not that between two."""
+    """Better or worse only if the change exceeds 2 % and also exceeds the change of the control.
+
+    The control's code did not change. The intervals only cover the noise within a run; the control
+    shows the noise between the two runs.
+    """
     low = min(1 - _ALWAYS, control.low if control else 1)
     high = max(1 + _ALWAYS, control.high if control else 1)
     verdict = "better" if change.low > high else "worse" if change.high < low else "same"

@@ -1,4 +1,4 @@
-"""Where a result was made: enough to judge and repeat it, nothing that names a person or a host."""
+"""The environment of a result: enough to repeat it, nothing that identifies a user or a host."""
 
 import os
 import platform
@@ -34,11 +34,11 @@ def describe(device: str) -> dict:
 
 
 def load(seconds: float = 0.5) -> float:
-    """How many cores others keep busy now. The system's own average remembers the build."""
+    """How many cores other processes use now. The load average would still include the build."""
 
     def busy() -> int:
         user, nice, system, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
-        return user + nice + system + sum(rest[2:])  # not idle, not waiting for disks
+        return user + nice + system + sum(rest[2:])  # without idle and iowait
 
     before = busy()
     time.sleep(seconds)
@@ -46,7 +46,7 @@ def load(seconds: float = 0.5) -> float:
 
 
 def busy_machine(environment: dict) -> list[str]:
-    """A warning for figures that were taken on a CPU, where others used it."""
+    """A warning for CPU results, if other processes used the machine."""
     others, cores = environment.get("load", 0), environment.get("cores", 1)
     if others <= cores / 4:
         return []
@@ -54,11 +54,11 @@ def busy_machine(environment: dict) -> list[str]:
 
 
 def commit() -> str | None:
-    """The commit of this source tree; FUSEWISE_COMMIT says it where git does not know."""
+    """The commit of this source tree; FUSEWISE_COMMIT overrides what git says."""
     if named := os.environ.get("FUSEWISE_COMMIT"):
         return named
     root = Path(__file__).parents[3]
-    if not (root / "include" / "fusewise").is_dir():  # some other repository around an environment
+    if not (root / "include" / "fusewise").is_dir():  # installed inside another repository
         return None
     revision = _output("git", "-C", root, "rev-parse", "--short=12", "HEAD")
     if revision is None:
@@ -91,7 +91,7 @@ def os_name() -> str:
 
 
 def command(arguments: list[str]) -> str:
-    """The command line with paths relative to here, so that it tells nothing of the machine."""
+    """The command line with relative paths, so that it reveals nothing about the machine."""
     return shlex.join(["fusewise", *(_relative(argument) for argument in arguments)])
 
 

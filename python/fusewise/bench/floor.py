@@ -1,4 +1,4 @@
-"""The floor: the least time in which this machine could move the bytes and do the operations."""
+"""The floor (speed of light): the least time in which this machine could do a call's work."""
 
 import os
 from dataclasses import dataclass, field
@@ -9,23 +9,23 @@ import torch
 from .families.family import Traffic
 
 BYTES = "bytes"
-# A raised ceiling must not fall below the rate that raised it by rounding.
+# Keeps rounding from pushing a raised ceiling below the rate that raised it.
 _ABOVE_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best that the machine reached in the same run."""
+    """The highest rates that the machine reached in the same run."""
 
     bytes_per_second: float
-    """Of memory, read and written."""
+    """Memory bandwidth, reads plus writes."""
     operations_per_second: dict[str, float]
-    """Of matrix products, by dtype."""
+    """GEMM throughput, by dtype."""
     raised: dict[str, str] = field(default_factory=dict)
-    """By "bytes" or dtype: the contender that was faster than every yardstick."""
+    """For "bytes" or a dtype: the contender that was faster than every yardstick."""
 
     def floor(self, moved: int, operations: int, dtype: str) -> dict:
-        """Bytes and operations may overlap, so the floor is the longer of the two times."""
+        """The longer of the two times, because memory traffic and arithmetic can overlap."""
         times = {
             BYTES: moved / self.bytes_per_second * 1e6,
             "operations": operations / self.operations_per_second[dtype] * 1e6,
@@ -34,8 +34,10 @@ class Ceilings:
         return {"bytes": moved, "operations": operations, "us": times[bound], "bound": bound}
 
     def raised_by(self, rows: list[dict]) -> "Ceilings":
-        """As high as the fastest contender of these rows needs them: none is faster than its
-        floor. A yardstick may be slower, as it is measured at other moments and sizes."""
+        """Raises the ceilings until no contender of these rows is faster than its floor.
+
+        A yardstick can be slower than a contender, because it runs at other moments and sizes.
+        """
         rates = {BYTES: self.bytes_per_second, **self.operations_per_second}
         raised = {}
         for row in rows:
@@ -53,8 +55,7 @@ class Ceilings:
 
 
 def float32_for_all(rates: dict[str, float]) -> dict[str, float]:
-    """For half types and TF32 the higher of their own and float32's rate: they may be computed in
-    it."""
+    """Half-precision dtypes and TF32 get at least float32's rate, as they may be computed in it."""
     return {
         name: rate if name == "float64" else max(rate, rates["float32"])
         for name, rate in rates.items()
@@ -62,7 +63,7 @@ def float32_for_all(rates: dict[str, float]) -> dict[str, float]:
 
 
 def set_floors(rows: list[dict], ceilings: Ceilings) -> Ceilings:
-    """Writes the floor of every row anew; returns the ceilings that the rows themselves raised."""
+    """Recomputes the floor of every row; returns the ceilings as raised by the rows themselves."""
     ceilings = ceilings.raised_by(rows)
     for row in rows:
         counted = row["floor"]
@@ -71,19 +72,19 @@ def set_floors(rows: list[dict], ceilings: Ceilings) -> Ceilings:
 
 
 def memory_bytes(traffic: Traffic, buffers: int, cache: int) -> int:
-    """Of the bytes that a call touches, those that must cross memory.
+    """The bytes of a call that must cross memory, out of those that it touches.
 
-    One rule: as much as the cache holds is still there when it is touched again. Weights are
-    touched again by the next call, x by backward: what exceeds the cache counts. Inputs and outputs
-    are touched again when their buffer's turn comes: each byte counts once, and where all buffers
-    together fit the cache, none does.
+    One rule: what fits in the cache is still there when it is touched again. Weights are touched
+    again by the next call, and x by backward; of these, what exceeds the cache counts. Inputs and
+    outputs are touched again when their buffer's turn comes. Of these, each byte counts once, and
+    nothing counts if all buffers together fit in the cache.
     """
     moved = traffic.data if buffers * traffic.data > cache else 0
     return moved + max(0, traffic.weights - cache) + max(0, traffic.again - cache)
 
 
 def cache_bytes(device: str) -> int:
-    """Size of the last cache before memory; of a CPU all that the cores of this process have."""
+    """Size of the last-level cache; on a CPU, of all that the cores of this process have."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).L2_cache_size
     return _cpu_cache_bytes(Path("/sys/devices/system/cpu"), os.sched_getaffinity(0))
@@ -102,7 +103,7 @@ def _cpu_cache_bytes(folder: Path, cores: set[int]) -> int:
 
 
 def _medians(row: dict):
-    """Contender, clock and time of everything that was timed."""
+    """Contender, clock and median time of everything that was timed."""
     for name, contender in row.get("contenders", {}).items():
         for clock in ("gpu", "wall"):
             if clock in contender:

@@ -1,7 +1,7 @@
-"""The host's part of a call, beside that of an operator which does nothing.
+"""The host time of a call, next to that of an operator that does nothing.
 
-What an empty operator with as many tensors takes is torch's own part: the dispatcher and autograd.
-Only a CUDA graph takes that away.
+The time of an empty operator with the same number of tensors is torch's own overhead: the
+dispatcher and autograd. Only a CUDA graph removes that overhead.
 """
 
 from functools import cache
@@ -19,8 +19,10 @@ from .statistics import median
 
 
 def host(row: dict, tensors: int, device: str) -> dict | None:
-    """Of a row that was timed by both clocks: by how much its wall time exceeds its GPU time, and
-    the wall time of the empty operator; None where there is one clock only."""
+    """For a row with GPU and wall times: wall time minus GPU time, and the empty operator's time.
+
+    None if the row has only one of the two clocks.
+    """
     ours = row["contenders"][OURS]
     if not {"gpu", "wall"} <= ours.keys():
         return None
@@ -32,21 +34,23 @@ def host(row: dict, tensors: int, device: str) -> dict | None:
 
 @cache
 def empty_us(device: str, tensors: int, mode: str) -> float:
-    """Wall time of a call in this mode; `tensors` are those that go in. As ours, it has one result,
-    and a gradient for each input."""
+    """Wall time of an empty call in this mode, with `tensors` inputs.
+
+    Like our operators it has one result and a gradient for each input.
+    """
     timer = LoopTimer(empty_call(device, tensors, mode), 1, device)
     return median(interleave({"empty": timer}, rounds=15, budget=0.2)["empty"])
 
 
 def empty_call(device: str, tensors: int, mode: str) -> Call:
     data, *weights = (torch.zeros((), device=device, requires_grad=True) for _ in range(tensors))
-    data.requires_grad_(mode != STEP)  # where the weights alone learn
+    data.requires_grad_(mode != STEP)  # in a train step only the weights get gradients
     gradients = [torch.ones((), device=device)]
     return caller(empty, Workload([(data,)], gradients, tuple(weights), {}), mode)
 
 
 def empty(*tensors: Tensor) -> Tensor:
-    """As `fusewise.functional` calls its operators: directly, or in an autograd.Function."""
+    """The empty operator, called as in `fusewise.functional`: directly or by autograd.Function."""
     if torch.is_grad_enabled():
         return _apply(*tensors)
     return operator(len(tensors), 1)(*tensors)
@@ -69,7 +73,7 @@ _apply = direct_apply(_Empty)
 
 @cache
 def operator(inputs: int, outputs: int):
-    """From benchmarks/naive/empty.cpp: takes so many tensors and returns as many new scalars."""
+    """From benchmarks/naive/empty.cpp: takes `inputs` tensors and returns `outputs` new scalars."""
     if naive_library("cpu") is None:
         raise UsageError("the empty operators were not built; run `make build`")
     return getattr(torch.ops.fusewise_empty, f"empty_{inputs}_{outputs}").default

@@ -1,4 +1,4 @@
-"""Timers, and the loop that takes turns between them."""
+"""Timers, and the loop that interleaves their samples."""
 
 import ctypes
 import time
@@ -9,37 +9,40 @@ import torch
 from .._torch_private import sleep_on_gpu
 from .statistics import median
 
-# Decides nothing but how much a single stray event weighs in one sample.
+# Only decides how much one disturbance weighs in a sample.
 _GRAPH_CALLS = 20
 _SAMPLE_SECONDS = 0.01
-_HOST_CALLS = 10  # in flight at most: far fewer kernels than a GPU's queue holds
+_HOST_CALLS = 10  # at most in flight; far fewer kernels than a GPU's queue holds
 _MIN_ROUNDS = 5
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 _CU_GRAPH_NODE_TYPE_KERNEL = 0  # from cuda.h
 
 Call = Callable[[int], object]
-"""Runs once on the i-th of several rotating buffers, and returns what it made."""
+"""Runs once on the i-th of several rotating buffers, and returns the result."""
 
 
 def keep_memory() -> None:
-    """Makes the C library keep freed memory. Otherwise it gives large blocks back at once, and the
-    page faults of getting them again, equal for everyone, hide what is measured."""
+    """Makes the C library keep freed memory.
+
+    Otherwise it returns large blocks to the system at once. The page faults when they are allocated
+    again would cost every contender the same and hide the differences.
+    """
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 class GraphTimer:
-    """GPU time: a CUDA graph of at least 20 calls, so that no launch on the host is counted."""
+    """GPU time, from a CUDA graph of at least 20 calls, so that host launch time is not counted."""
 
     def __init__(self, call: Call, buffers: int):
-        self._call = call  # keeps its tensors: a graph knows nothing but their addresses
+        self._call = call  # keeps the tensors alive: a graph only has their addresses
         self._calls = buffers * -(-_GRAPH_CALLS // buffers)
         _warm_up(call, buffers)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # Outputs live until their buffer's turn comes again. Freed at once, every call would write
-        # to the same memory, and that would stay in the cache.
+        # Each output lives until its buffer's turn comes again. If it were freed at once, every
+        # call would write to the same memory, which would stay in the cache.
         kept: list[object] = [None] * buffers
         with torch.cuda.graph(self._graph):
             for i in range(self._calls):
@@ -54,12 +57,12 @@ class GraphTimer:
         self._graph.replay()
         launch = time.perf_counter() - begin
         torch.cuda.synchronize()
-        # The GPU sleeps while the host launches the graph (2 GHz is the fastest any of them runs),
-        # else a large graph would start before it is wholly there.
+        # The GPU sleeps while the host launches the graph. Otherwise a large graph would start
+        # running before it is completely launched. 2 GHz is the highest clock of any of these GPUs.
         self._sleep_cycles = int((2 * launch + 50e-6) * 2e9)
 
     def __call__(self) -> float:
-        """One sample, in µs a call."""
+        """One sample, in µs per call."""
         if self._sleep_cycles:
             sleep_on_gpu(self._sleep_cycles)
         self._start.record()
@@ -69,9 +72,9 @@ class GraphTimer:
         return self._start.elapsed_time(self._end) * 1e3 / self._calls
 
     def kernels(self) -> int:
-        """How many kernels a call launches, copies and fills by the driver not counted.
+        """How many kernels a call launches, without copies and fills by the driver.
 
-        From the graph itself: a profiler would leave its traces in what is timed afterwards.
+        Counted in the graph: a profiler would affect the timings that follow.
         """
         driver = ctypes.CDLL("libcuda.so.1")
         graph = ctypes.c_void_p(self._graph.raw_cuda_graph())
@@ -88,8 +91,10 @@ class GraphTimer:
 
 
 class Replay:
-    """The same call as a CUDA graph, one for each buffer, captured when it is first asked for: what
-    is left to the host is to launch it."""
+    """The call as a CUDA graph, one per buffer, captured on first use.
+
+    The host only has to launch the graph.
+    """
 
     def __init__(self, call: Call, buffers: int):
         self._call, self._buffers = call, buffers
@@ -104,7 +109,7 @@ class Replay:
 
     def _capture(self) -> None:
         _warm_up(self._call, self._buffers)
-        pool = torch.cuda.graph_pool_handle()  # shared: they are replayed one after the other
+        pool = torch.cuda.graph_pool_handle()  # shared: graphs never run concurrently
         graphs, results = [], []
         for i in range(self._buffers):
             graphs.append(torch.cuda.CUDAGraph())
@@ -114,7 +119,7 @@ class Replay:
 
 
 def _warm_up(call: Call, buffers: int) -> None:
-    """On a stream of its own, as a capture wants it."""
+    """Warms up on a side stream, as graph capture requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -129,10 +134,10 @@ def _driver_call(function, *arguments) -> None:
 
 
 class LoopTimer:
-    """Wall time: a loop of calls as a user writes it, and a wait for the device at its end.
+    """Wall time of a plain loop of calls, as a user writes it, with a device sync at the end.
 
-    Buffers take turns from one sample to the next, so that a short sample does not meet the same
-    few, and outputs live until their buffer's turn comes again, as a GraphTimer's do.
+    Each sample continues with the next buffers, so that a short sample does not always use the same
+    few. Outputs live until their buffer's turn comes again, as in GraphTimer.
     """
 
     def __init__(self, call: Call, buffers: int, device: str):
@@ -140,14 +145,14 @@ class LoopTimer:
         self._kept: list[object] = [None] * buffers
         self._turn = 0
         self._wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-        self._calls = buffers  # the first turn gets memory for outputs from the system
+        self._calls = buffers  # the first round allocates the outputs' memory from the system
         self()
         self._calls = 3
         seconds = self() * 1e-6
         self._calls = max(1, min(50, round(_SAMPLE_SECONDS / seconds)))
 
     def __call__(self) -> float:
-        """One sample, in µs a call."""
+        """One sample, in µs per call."""
         kept, buffers = self._kept, len(self._kept)
         self._wait()
         begin = time.perf_counter()
@@ -161,20 +166,23 @@ class LoopTimer:
 
 
 class HostTimer:
-    """Host time: until a call returns. On a GPU its kernels may still wait or run then; the clock
-    stands still while the device finishes, after few calls, so that the host never waits for a full
-    queue. On a CPU the call's own arithmetic is part of it."""
+    """Host time: the time until a call returns.
+
+    On a GPU the kernels may still be queued or running at that point. The timer pauses after every
+    few calls and lets the device finish, so that the host never waits for a full queue. On a CPU
+    the time includes the computation itself.
+    """
 
     def __init__(self, call: Call, device: str):
         self._call = call
         self._wait = torch.cuda.synchronize if device == "cuda" else lambda: None
         self._batches = 1
-        self()  # the first calls choose algorithms and get memory from the system
+        self()  # the first calls choose algorithms and allocate memory
         seconds = self() * 1e-6 * _HOST_CALLS
         self._batches = max(1, min(50, round(_SAMPLE_SECONDS / seconds)))
 
     def __call__(self) -> float:
-        """One sample, in µs a call: the median of some batches, which others disturb least."""
+        """One sample, in µs per call: the median of several batches, robust to disturbances."""
         call, taken = self._call, []
         for _ in range(self._batches):
             self._wait()
@@ -189,9 +197,9 @@ class HostTimer:
 def interleave(
     timers: dict[str, Callable[[], float]], rounds: int, budget: float
 ) -> dict[str, list[float]]:
-    """Samples of every timer, taken in turns, so that a drift of the machine meets all of them.
+    """Samples of all timers, taken in turns, so that drift of the machine affects all alike.
 
-    A timer that has used up its budget of seconds sits the remaining rounds out.
+    A timer that has used up its budget, in seconds, skips the remaining rounds.
     """
     samples: dict[str, list[float]] = {name: [] for name in timers}
     spent = dict.fromkeys(timers, 0.0)
@@ -208,7 +216,7 @@ def interleave(
 
 
 def peak_bytes(call: Call) -> int:
-    """The most GPU memory that a call holds beyond what was there before it."""
+    """Peak GPU memory of a call, beyond what was allocated before it."""
     call(0)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

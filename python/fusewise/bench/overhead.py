@@ -1,8 +1,8 @@
-"""`fusewise bench overhead`: the host's time of every operator, beside that of an empty one.
+"""`fusewise bench overhead`: the host time of every operator, next to that of an empty operator.
 
-At a tiny size a call takes no more than the host needs for it: Python, torch's dispatcher and
-autograd, our checks and choices, and on a GPU the launches. What an empty operator with as many
-tensors takes is torch's part of that.
+At a tiny size a call takes only host time: Python, torch's dispatcher and autograd, our checks and
+our choice of an implementation, and on a GPU the launches. The time of an empty operator with the
+same number of tensors is torch's part of that.
 """
 
 import json
@@ -26,7 +26,7 @@ _ROUNDS, _BUDGET = 41, 1.0  # seconds for each timer
 
 
 def run(device: str, arguments: list[str]) -> dict:
-    """As results.json has it: a row for each operator and direction, in wall time of the host."""
+    """The contents of results.json: one row per operator and mode, in host wall time."""
     device = usable_device(device)
     return {
         "schema": VERSION,
@@ -66,7 +66,7 @@ def _row(family: Family, mode: str, device: str) -> dict:
 
 
 def table(results: dict) -> Table:
-    """A line for each operator: for both directions ours, the empty operator's, and the ratio."""
+    """One line per operator. For both modes: our time, the empty operator's time, and the ratio."""
     rows = {(row["family"], row["mode"]): row for row in results["rows"]}
     lines = [
         [family, *(cell for mode in MODES for cell in _cells(rows[family, mode]))]

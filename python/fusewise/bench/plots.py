@@ -1,9 +1,9 @@
-"""The plots of a family: its rows by ratio and share of the floor, and time against size."""
+"""The plots of a family: each row's ratios and share of the floor, and time against size."""
 
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402 - after the choice of what draws
+from matplotlib import pyplot  # noqa: E402 - the backend must be chosen first
 
 from ..report import Plot  # noqa: E402
 from . import verdict  # noqa: E402
@@ -13,7 +13,7 @@ from .verdict import CLOCKS  # noqa: E402
 
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _FINE_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4)
-# Tell apart without colours too. Those of a family's own get what is left.
+# Distinguishable without colours too. A family's own baselines get the looks in _MORE.
 _LOOKS = {
     OURS: ("o", "#0b57a4"),
     "eager": ("s", "#c25e00"),
@@ -24,7 +24,7 @@ _MORE = (("D", "#8e44ad"), ("v", "#b03a2e"), ("P", "#16808c"), ("<", "#6b5b2e"),
 
 
 def ratios(results: dict, family: str) -> list[Plot]:
-    """One plot, or none where nothing was measured."""
+    """One plot, or none if nothing was measured."""
     rows = _measured(results, family)
     if not rows:
         return []
@@ -87,7 +87,7 @@ def _ratios(results: dict, rows: list[dict]):
 
 
 def _marks(axes, results: dict, name: str, found: list[tuple[int, dict]]):
-    """On the very line of their row."""
+    """Draws a baseline's ratios, each on the line of its row."""
     marker, colour = _look(results, name)
     return axes.errorbar(
         [ratio["ratio"] for _, ratio in found],
@@ -105,7 +105,7 @@ def _marks(axes, results: dict, name: str, found: list[tuple[int, dict]]):
 
 
 def _range(results: dict, rows: list[dict], clock: str) -> tuple[float, float]:
-    """Every loss is in it; on the faster side, the rivals of the headline are."""
+    """The x range: includes every loss, and on the faster side only the headline's rivals."""
     found = {
         name: [row["against"][name][clock] for row in rows if clock in row["against"].get(name, {})]
         for name in results["baselines"]
@@ -143,7 +143,7 @@ def _shares(axes, rows: list[dict], clock: str) -> None:
 
 
 def _megabytes(row: dict) -> float:
-    """What a call touches, in the cache or not; older files have only what crosses memory."""
+    """Megabytes that a call touches. Older files only have those that cross memory."""
     return row["floor"].get("touched_bytes", row["floor"]["bytes"]) / 1e6
 
 
@@ -190,7 +190,7 @@ def _sizes(results: dict, rows: list[dict], clock: str):
 
 
 def _finish(figure, handles: dict) -> None:
-    """One legend for all panels, outside of them; then the layout, once for every format."""
+    """Adds one legend outside all panels, then fixes the layout once for every output format."""
     where = {"loc": "outside upper left", "ncols": 8, "fontsize": 8, "frameon": False}
     if handles:
         figure.legend(handles.values(), handles.keys(), **where)

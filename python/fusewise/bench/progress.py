@@ -1,4 +1,4 @@
-"""What runs now and how long it will take: a bar on a terminal, plain lines elsewhere."""
+"""Shows what is running and how long it will take: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -30,15 +30,17 @@ class Progress:
 
 
 class Bar(Progress):
-    """A bar with the time left, and a line for every row that is done."""
+    """A bar with the time left, and a line for every finished row."""
 
     def __init__(self):
         from rich import progress
         from rich.table import Column
 
-        # What runs now gets the room that is left, so that a long name shortens nothing else.
+        # The current step gets only the remaining width, so that a long name does not cut other
+        # columns.
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        # Redrawn at each step and not by a thread, which would take time from what is measured.
+        # Redrawn at each step, not by a thread: a thread would take time from what is being
+        # measured.
         self._bar = progress.Progress(
             progress.BarColumn(bar_width=24),
             progress.MofNCompleteColumn(),
@@ -75,5 +77,5 @@ def for_output() -> Progress:
         try:
             return Bar()
         except ImportError:
-            pass  # rich comes with fusewise[bench]; without it, lines will do
+            pass  # rich comes with fusewise[bench]; plain lines work without it
     return Progress()

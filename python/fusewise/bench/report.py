@@ -1,4 +1,4 @@
-"""Results on the terminal, as Markdown and as a page. Everything here starts from results.json."""
+"""Writes results to the terminal, as Markdown and as a web page. The only input is results.json."""
 
 import json
 import sys
@@ -37,13 +37,13 @@ LEGEND = (
 
 
 def write(results: dict, folder: Path) -> list[Path]:
-    """results.json, summary.md and, where matplotlib and jinja2 are there, plots and a page."""
+    """Writes results.json and summary.md; with matplotlib and jinja2 also plots and a page."""
     written = [folder / "results.json", folder / "summary.md"]
     written[0].write_text(json.dumps(results, indent=1) + "\n")
     written[1].write_text(markdown(results))
     plotted = [f"{family}-{what}.png" for family in FAMILIES for what in ("ratios", "sizes")]
     for name in ("report.html", *plotted):
-        (folder / name).unlink(missing_ok=True)  # an earlier run's, which may not come again
+        (folder / name).unlink(missing_ok=True)  # left by an earlier run; this one may not write it
     try:
         from . import plots
 
@@ -63,7 +63,7 @@ def write(results: dict, folder: Path) -> list[Path]:
 
 
 def show(results: dict) -> None:
-    """On a terminal the headline, the losses and the families; elsewhere all of summary.md."""
+    """On a terminal: the headline, the losses and the families. Otherwise all of summary.md."""
     if sys.stdout.isatty():
         report.show(*terminal(results))
     else:
@@ -91,7 +91,7 @@ def markdown(results: dict) -> str:
 
 
 def one_line(row: dict) -> str:
-    """A row as it is done, losses as plain as wins. Floors are known only at the end of a run."""
+    """One finished row, win or loss. Floors are only known at the end of a run."""
     name = f"{row['case']} {row['mode']}"
     if "failed" in row:
         return f"{name}: {row['failed']}"
@@ -104,11 +104,11 @@ def one_line(row: dict) -> str:
     return ", ".join(parts)
 
 
-# --- what the rows say together ------------------------------------------------------------------
+# --- summaries over all rows ---------------------------------------------------------------------
 
 
 def headline(results: dict) -> Table:
-    """How often faster, same and slower, and how much on average."""
+    """How many rows are faster, same and slower, and the mean speed-up."""
     rows = [
         [
             f"{CLOCKS[score.clock]} vs {score.rival}",
@@ -123,7 +123,7 @@ def headline(results: dict) -> Table:
 
 
 def remarks(results: dict) -> list[str]:
-    """What a reader must know beside the headline."""
+    """Warnings for the headline: a busy machine, failed rows, an interrupted run."""
     lines = busy_machine(results["environment"]) if results["device"] == "cpu" else []
     failed = [row for row in results["rows"] if "failed" in row]
     lines += [f"NOT MEASURED: {one_line(row)}" for row in failed]
@@ -157,7 +157,7 @@ def losses(results: dict) -> Table | str:
 
 
 def _declined(results: dict) -> Table | None:
-    """Implementations that did not take a row, with the reasons, equal ones counted."""
+    """Implementations that declined a row, with the reasons; equal ones are counted together."""
     reasons = Counter(
         (row["family"], direction, name, reason)
         for row in results["rows"]
@@ -170,7 +170,7 @@ def _declined(results: dict) -> Table | None:
 
 
 def _facts(results: dict) -> dict:
-    """Where it was measured, and what the floors were computed with."""
+    """The environment, and the measured rates that the floors were computed with."""
     found = dict(results["environment"])
     if "ceilings" in results:
         bandwidth = results["ceilings"]["copy_bytes_per_second"] / 1e9
@@ -234,7 +234,7 @@ def _tile(score: verdict.Score) -> Tile:
 
 
 def _bars(results: dict) -> list[Bars]:
-    """By clock: a bar for each family and rival."""
+    """For each clock, one bar per family and rival."""
     found = []
     for clock, title in CLOCKS.items():
         groups = {

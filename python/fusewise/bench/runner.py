@@ -1,4 +1,4 @@
-"""Runs the cases one after the other: check, then time, then the next."""
+"""Runs the cases one after the other: first the correctness check, then the timing."""
 
 import gc
 import math
@@ -39,23 +39,23 @@ _CPU_BUFFER_BYTES = 1 << 30
 class Options:
     families: tuple[str, ...] = tuple(FAMILIES)
     device: str = ""
-    """"cpu" or "cuda"; empty: the GPU where there is one that fusewise can use."""
+    """"cpu" or "cuda". Empty: the GPU if there is one that fusewise can use."""
     size: str = "quick"
     baselines: tuple[str, ...] = ()
-    """Empty: all that the device has."""
+    """Empty: all that exist for the device."""
     filter: str | None = None
     cases: Path | None = None
-    """A file of cases to take in place of the families' own."""
+    """A file of cases that replaces the families' own."""
     dtype: str | None = None
     layout: str | None = None
-    """In which every case is run; None: as it says itself."""
+    """The dtype and layout for every case. None: as the case itself says."""
     arguments: tuple[str, ...] = ()
-    """The command line, to be written down with the results."""
+    """The command line, stored with the results."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long one row may take: rounds of interleaved samples, seconds for each timer."""
+    """How long one row may take: rounds of interleaved samples, and seconds per timer."""
 
     rounds: int
     budget: float
@@ -65,7 +65,7 @@ _EFFORT = {"quick": Effort(15, 0.4), "full": Effort(21, 0.2)}
 
 
 class Broken(Exception):
-    """An error that nobody expected, its cause, ended a run; `results` has what was done."""
+    """An unexpected error ended the run. It is the `__cause__`; `results` has the finished rows."""
 
     def __init__(self, results: dict):
         super().__init__("the benchmark ended with an error")
@@ -73,7 +73,7 @@ class Broken(Exception):
 
 
 def run(options: Options, progress: Progress) -> dict:
-    """The results as they are written to results.json; what an interrupt leaves is kept."""
+    """The results in the form of results.json. After an interrupt, the rows finished so far."""
     options, cases = plan(options)
     results = {
         "schema": VERSION,
@@ -97,7 +97,7 @@ def run(options: Options, progress: Progress) -> dict:
 
 
 def plan(options: Options) -> tuple[Options, list[Case]]:
-    """The options with nothing left open, and the cases; a UsageError where they make no sense."""
+    """Fills in the open options and selects the cases; raises UsageError if they make no sense."""
     device = usable_device(options.device)
     baselines = options.baselines or default_baselines(device, options.families)
     options = replace(options, device=device, baselines=baselines)
@@ -106,13 +106,13 @@ def plan(options: Options) -> tuple[Options, list[Case]]:
 
 def _ended(results: dict, cases: list[Case]) -> dict:
     here = results["environment"]
-    here["load"] = max(here["load"], environment.load())  # someone may have come meanwhile
+    here["load"] = max(here["load"], environment.load())  # it may have risen during the run
     results["sums"] = list(sums(results["rows"], cases))
     return results
 
 
 def usable_device(device: str) -> str:
-    """The device that was asked for, or the GPU where there is one that fusewise can use."""
+    """The device that was asked for; otherwise the GPU if there is one that fusewise can use."""
     if device == "cuda" and (reason := _cuda_missing()):
         raise UsageError(f"--device cuda: {reason}; --device cpu measures on the CPU")
     return device or ("cpu" if _cuda_missing() else "cuda")
@@ -162,8 +162,11 @@ def _run(options: Options, cases: list[Case], results: dict, progress: Progress)
 
 
 def _set_rows(results: dict, rows: list[dict], yardsticks: Yardsticks) -> None:
-    """With the floor of every row anew: an interrupt may come at any time, and no floor may be
-    older than the ceilings."""
+    """Stores the rows with recomputed floors.
+
+    Done after every row, because a run may be interrupted at any time and the floors must match the
+    latest ceilings.
+    """
     ceilings = floor.set_floors(rows, yardsticks.ceilings())
     results["rows"] = rows
     results["ceilings"] = {
@@ -174,7 +177,7 @@ def _set_rows(results: dict, rows: list[dict], yardsticks: Yardsticks) -> None:
 
 
 def _measure(family, case, options, progress):
-    """Yields a row for each mode; what its floor takes is set when the ceilings are known."""
+    """Yields a row for each mode. The floor's time is filled in once the ceilings are known."""
     device = options.device
     progress.now(f"{case.name}: data and reference")
     buffers = _buffers(family, case, device)
@@ -222,13 +225,13 @@ def _measure(family, case, options, progress):
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """torch has a type of its own for this on a GPU; on a CPU it only says so."""
+    """On a GPU torch raises its own exception type; on a CPU only the message tells."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def _buffers(family: Family, case: Case, device: str) -> int:
-    """So many that together they are three times the cache, or as many as make sense."""
+    """Enough buffers to exceed the cache three times, within limits on number and memory."""
     traffic = family.traffic(case, FORWARD)
     touched = traffic.data + traffic.weights
     wanted = math.ceil(3 * floor.cache_bytes(device) / touched)
@@ -260,11 +263,11 @@ def _describe(family: Family, case: Case, mode: str, buffers: int, device: str) 
 
 
 def _check(family, case, workload, by_mode, progress) -> dict[str, dict]:
-    """For each mode and contender the passed check, or why there is nothing to be timed."""
+    """For each mode and contender: the passed check, or the reason why it cannot be timed."""
     verification = Verification(family, case, workload)
     checks: dict[str, dict] = {}
     for mode, candidates in by_mode.items():
-        verification.eager(mode)  # what fails here is no baseline's
+        verification.eager(mode)  # a failure here must not be blamed on a baseline
         checks[mode] = {}
         for name, call in candidates.items():
             progress.now(f"{case.name} {mode}: checking {name}")
@@ -277,7 +280,7 @@ def _check(family, case, workload, by_mode, progress) -> dict[str, dict]:
                     checks[mode][name] = None
                     continue
                 check = verification.check(call, mode)
-            except Exception as error:  # a baseline that cannot run is a row's remark, not its end
+            except Exception as error:  # note in the row that this baseline cannot run, and go on
                 if _out_of_memory(error):
                     raise
                 checks[mode][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]
@@ -287,7 +290,7 @@ def _check(family, case, workload, by_mode, progress) -> dict[str, dict]:
 
 
 def _implementation(call: Call) -> dict[str, dict]:
-    """By direction: which one ran, and why those before it in the list declined."""
+    """For each direction: the implementation that ran, and why others declined."""
     return {
         record.direction: {
             "chosen": record.chosen,
@@ -302,14 +305,14 @@ def _implementation(call: Call) -> dict[str, dict]:
 
 
 def _time(case, mode, timed, workload, device, effort, progress) -> dict[str, dict]:
-    """Times of each contender in µs, by GPU clock and wall clock, its peak memory and kernels."""
+    """Each contender's wall time in µs; on CUDA also its GPU time, peak memory and kernels."""
     found: dict[str, dict] = {name: {} for name in timed}
     buffers = len(workload.inputs)
     progress.now(f"{case.name} {mode}: wall time of {', '.join(timed)}")
     loops = {name: LoopTimer(call, buffers, device) for name, call in timed.items()}
     for name, samples in interleave(loops, effort.rounds, effort.budget).items():
         found[name]["wall"] = summary(samples)
-    del loops  # with the outputs that they keep
+    del loops  # frees the outputs that the timers keep
     if device == "cuda":
         alone = {name: call for name, call in timed.items() if name not in WALL_ONLY}
         for name, call in alone.items():
@@ -324,7 +327,7 @@ def _time(case, mode, timed, workload, device, effort, progress) -> dict[str, di
 
 
 def ratios(row: dict, name: str) -> dict[str, dict]:
-    """How a baseline compares, by each clock that it has."""
+    """Our speed-up over a baseline, for each clock that the baseline was timed with."""
     return {
         clock: ratio_of_sums([(1, *_samples(row, name, clock))]).as_dict()
         for clock in _clocks(row, name)
@@ -340,7 +343,7 @@ def _samples(row: dict, name: str, clock: str) -> tuple[list[float], list[float]
 
 
 def sums(rows: list[dict], cases: list[Case]):
-    """A row for each group and mode, where every case of the group was measured."""
+    """A row for each group and mode, if every case of the group was measured."""
     for group in dict.fromkeys(case.group for case in cases if case.group):
         members = {case.name for case in cases if case.group == group}
         for mode in dict.fromkeys(row["mode"] for row in rows):
@@ -391,7 +394,7 @@ def _sum(group: str, mode: str, parts: list[dict]) -> dict:
 
 
 def _cuda_missing() -> str | None:
-    """Why nothing can be measured on a GPU, or None."""
+    """Why a GPU cannot be used for measuring, or None."""
     from fusewise._ops import CUDA_MISSING
 
     if CUDA_MISSING:

@@ -1,6 +1,6 @@
-"""The form of results.json, and its reading; docs/benchmarking.md tells it in words.
+"""The schema of results.json, and its reader. docs/benchmarking.md describes it in words.
 
-A change that an older reader would stumble over raises VERSION.
+VERSION goes up with every change that an older reader could not handle.
 """
 
 import json
@@ -28,8 +28,8 @@ class _Nullable:
         self.form = form
 
 
-# A type, a tuple of types, [form] for a list, {"field": form} for an object, {str: form} for one
-# with any fields.
+# A form is a type, a tuple of types, [form] for a list, {"field": form} for an object with these
+# fields, or {str: form} for an object with any fields.
 _TIMES = {"median": _NUMBER, "quartiles": [_NUMBER], "samples": [_NUMBER]}
 _RATIO = {"ratio": _NUMBER, "interval": [_NUMBER], "verdict": str}
 _FLOOR = {
@@ -93,7 +93,7 @@ _RESULTS = {
 
 
 def read(path: Path) -> dict:
-    """A results.json, or a UsageError that says what is wrong with it."""
+    """Reads a results.json; raises a UsageError that says what is wrong with it."""
     try:
         results = json.loads(path.read_text())
     except OSError as error:
@@ -115,13 +115,13 @@ def read(path: Path) -> dict:
 
 
 def problem(results: dict) -> str:
-    """The first field that is not as it should be, by its path; empty where all are."""
+    """The path of the first field that does not fit the schema, and why; empty if all fit."""
     return _problem(results, _RESULTS, "") or _untimed(results["rows"])
 
 
 def _untimed(rows: list[dict]) -> str:
-    """A row is failed or has times of ours. Ratios need times above zero, and more than one for an
-    interval."""
+    """Each row has failed or has our times. Times must be positive, for the ratios, and there must
+    be at least two, for the intervals."""
     for i, row in enumerate(rows):
         ours = row.get("contenders", {}).get("fusewise", {})
         if "failed" not in row and not ours.keys() & {"wall", "gpu"}:
@@ -138,7 +138,7 @@ def _problem(value, form, path: str) -> str:
     if isinstance(form, _Nullable):
         return "" if value is None else _problem(value, form.form, path)
     if isinstance(form, (type, tuple)):
-        # To Python, True is a number.
+        # In Python, True is an int.
         fits = isinstance(value, form) and (form is bool or not isinstance(value, bool))
         return "" if fits else f"{path} is {value!r}"
     if isinstance(form, list):

@@ -1,4 +1,4 @@
-"""Medians, spread, and whether a difference is one."""
+"""Medians, spread, and bootstrap intervals that decide whether a difference is significant."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ _RESAMPLES = 1000
 
 
 def summary(samples: list[float]) -> dict:
-    """Median and quartiles, with the samples so that runs can be compared later."""
+    """Median and quartiles, and all samples, so that runs can be compared later."""
     low, _, high = quantiles(samples, n=4)
     return {
         "median": median(samples),
@@ -19,16 +19,16 @@ def summary(samples: list[float]) -> dict:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long the baseline takes: above 1, ours is faster."""
+    """The baseline's time divided by ours: above 1, ours is faster."""
 
     value: float
     low: float
     high: float
-    """A 95 % interval."""
+    """`low` and `high` bound the 95 % interval."""
 
     @property
     def verdict(self) -> str:
-        """Slower only where the whole interval lies on the slower side, and likewise faster."""
+        """Faster or slower only if the whole interval lies on one side of 1; otherwise the same."""
         if self.low > 1:
             return "faster"
         return "slower" if self.high < 1 else "same"
@@ -46,7 +46,7 @@ def ratio_of_sums(terms: list[tuple[int, list[float], list[float]]]) -> Ratio:
 
     Each term is (count, samples of the baseline, samples of ours); one term gives a plain ratio.
     """
-    rng = random.Random(0)  # so that the same samples always give the same verdict
+    rng = random.Random(0)  # fixed seed: the same samples always give the same verdict
 
     def ratio(pick) -> float:
         baseline = sum(count * median(pick(theirs)) for count, theirs, _ in terms)

@@ -1,4 +1,4 @@
-"""The rows of a family as tables: what matters first, then the rest."""
+"""The rows of a family as tables: the most important columns first."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,17 +9,17 @@ from .baselines import OURS
 from .families.family import BOTH
 from .verdict import CLOCKS
 
-# A column: its heading, and what a row has there.
+# A column: its heading, and a function that returns the cell of a row.
 _Column = tuple[str, Callable[[dict], str]]
 
 
 def family_table(results: dict, family: str) -> Table:
-    """Every column that has a figure: first what matters, then the rest."""
+    """All columns that have figures, the most important first."""
     return _table(results, family, _main_columns(results) + _other_columns(results))
 
 
 def main_table(results: dict, family: str) -> Table:
-    """The columns that fit a page."""
+    """Only the columns that fit on a page."""
     return _table(results, family, _main_columns(results))
 
 
@@ -52,7 +52,7 @@ def _main_columns(results: dict) -> list[_Column]:
 
 
 def _other_columns(results: dict) -> list[_Column]:
-    """Of CUDA graphs, which have no GPU time, the wall time."""
+    """The remaining columns. CUDA graphs have no GPU time, so they are compared by wall time."""
     main = verdict.main_clock(results)
     known = verdict.headline_rivals(results)
     found = []
@@ -95,7 +95,7 @@ def ratio_text(row: dict, name: str, clock: str) -> str:
     said = times_text(found["ratio"])
     if verdict.is_yardstick(name):
         return said
-    if said == "1.00x" and found["verdict"] != "same":  # a verdict needs a figure that shows it
+    if said == "1.00x" and found["verdict"] != "same":  # show why there is a verdict
         said = f"{found['ratio']:.3f}x"
     return said + {"same": " same", "slower": " SLOWER"}.get(found["verdict"], "")
 
@@ -153,7 +153,7 @@ def us_text(value: float) -> str:
 
 
 def more_tables(results: dict, family: str) -> list[Table]:
-    """What is for those who want to know more."""
+    """The detailed tables: other baselines, intervals, implementations, floors and correctness."""
     rows = [row for row in results["rows"] if row["family"] == family]
     others = _table(results, family, _other_columns(results))
     found = [replace(others, title="Other baselines, kernels and memory at the peak")]

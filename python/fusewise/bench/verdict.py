@@ -1,6 +1,6 @@
-"""What the rows say together: how many are faster, same and slower, and which are the losses.
+"""Totals over the rows: how many are faster, same and slower, and which are losses.
 
-"Same" is what each row's own verdict says: the 95 % interval of its ratio holds 1.
+"Same" is the row's own verdict: the 95 % interval of its ratio contains 1.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from .baselines import BOUNDS, OURS
 
 CLOCKS = {"gpu": "GPU time", "wall": "wall time"}
 _FIRST = ("eager", "compile")
-# They do only a part of the work, or are ours called in another way.
+# These do only a part of the work, or call ours in another way.
 _YARDSTICKS = ("products", "layers")
 
 
 @dataclass(frozen=True)
 class Score:
-    """All rows that were measured by one clock, against one rival."""
+    """The totals of all rows that were measured by one clock against one rival."""
 
     clock: str
     rival: str
@@ -24,7 +24,7 @@ class Score:
     same: int
     slower: int
     mean: float
-    """How many times faster ours is, geometric mean."""
+    """Geometric mean of the speed-ups."""
 
     @property
     def total(self) -> int:
@@ -40,18 +40,18 @@ class Loss:
 
 
 def is_yardstick(name: str) -> bool:
-    """There to be compared with, not to be beaten: never in a verdict."""
+    """Whether a baseline is only there for orientation and never counts in a verdict."""
     return name in BOUNDS or any(word in name for word in _YARDSTICKS)
 
 
 def rivals(results: dict) -> list[str]:
-    """Eager and compile first."""
+    """All baselines that count in verdicts, eager and compile first."""
     found = [name for name in results["baselines"] if not is_yardstick(name)]
     return sorted(found, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
 
 
 def headline_rivals(results: dict) -> list[str]:
-    """Eager and compile; others only where neither was asked for."""
+    """Eager and compile; other rivals only if neither is among the baselines."""
     found = rivals(results)
     return [name for name in found if name in _FIRST] or found
 
@@ -61,19 +61,19 @@ def families(results: dict) -> list[str]:
 
 
 def family_rows(results: dict, family: str) -> list[dict]:
-    """Sums first. A sum is of the family that its cases are of."""
+    """The family's rows, after the sums of its groups."""
     rows = [row for row in results["rows"] if row["family"] == family]
     groups = {row["group"] for row in rows}
     return [row for row in results["sums"] if row["group"] in groups] + rows
 
 
 def main_clock(results: dict) -> str:
-    """GPU time where there is one."""
+    """GPU time on a GPU, wall time on a CPU."""
     return "gpu" if results["device"] == "cuda" else "wall"
 
 
 def scores(results: dict, family: str | None = None) -> list[Score]:
-    """For each clock and headline rival, over the rows of all families or of one; no sums."""
+    """For each clock and headline rival, over the rows of one family or of all, without sums."""
     found = []
     for clock in CLOCKS:
         for rival in headline_rivals(results):
@@ -91,7 +91,7 @@ def scores(results: dict, family: str | None = None) -> list[Score]:
 
 
 def losses(results: dict) -> list[Loss]:
-    """Every rival that is faster than ours in a row: eager's first, the worst of each first."""
+    """Every row in which a rival is faster than ours, ordered by rival, clock and ratio."""
     found = [
         Loss(row, clock, rival, row["against"][rival][clock])
         for rival in rivals(results)
@@ -108,8 +108,10 @@ def losses(results: dict) -> list[Loss]:
 
 
 def only_a_graph_helps(row: dict) -> bool:
-    """An empty operator with as many tensors takes more than half of the row's wall time: neither
-    a faster kernel nor leaner code on the host can halve it."""
+    """Whether an empty operator with as many tensors takes more than half of the row's wall time.
+
+    Then neither a faster kernel nor leaner host code can halve the time.
+    """
     host = row.get("host")
     return bool(host) and host["empty_us"] > row["contenders"][OURS]["wall"]["median"] / 2
 

@@ -1,4 +1,4 @@
-"""Whether a call gives what the reference gives, by the accuracy rule."""
+"""Checks the results of a call against the reference, by the rule of accuracy.py."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from .measure import Call
 
 
 class Verification:
-    """The reference of a case, and what torch makes of its first buffer, by mode."""
+    """The reference results of a case, and torch's results on its first buffer, for each mode."""
 
     def __init__(self, family: Family, case: Case, workload: Workload):
         self._family, self._case, self._workload = family, case, workload
@@ -20,7 +20,7 @@ class Verification:
         self._eager: dict[str, Results] = {}
 
     def check(self, call: Call, mode: str) -> Check:
-        """The first output that breaks the rule, or the one that comes nearest to its bound."""
+        """The first output that breaks the rule; if none does, the one closest to its bound."""
         return accuracy.check(self.results(call, mode), self.eager(mode))
 
     def eager(self, mode: str) -> Results:
@@ -35,7 +35,7 @@ class Verification:
         kept: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            kept.append(tensor.detach().clone())  # compiled code reuses the memory in backward
+            kept.append(tensor.detach().clone())  # compiled code reuses this memory in backward
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

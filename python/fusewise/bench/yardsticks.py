@@ -1,7 +1,7 @@
-"""Copies and matrix products that are timed throughout a run; the fastest of them are its ceilings.
+"""Copies and GEMMs that are timed throughout a run. The fastest ones give the machine's ceilings.
 
-A rate is the best of several sizes, libraries and moments. A median would be the machine's usual
-speed, and a call at a quieter moment would be faster than its floor.
+A rate is the best over several sizes, libraries and moments, not the median. With the median, a
+call at a quieter moment could be faster than its floor.
 """
 
 import ctypes
@@ -24,23 +24,23 @@ from .naive import naive_library
 _FIRST_ROUNDS = 3
 _LEAST_COPY = {"cpu": 1 << 26, "cuda": 1 << 30}
 _PRODUCT_SIZES = {"cpu": (512, 1024, 2048), "cuda": (2048, 4096, 8192)}
-_LONG_US = 2000  # a call that takes so long hides what it costs to start it
+_LONG_US = 2000  # launch overhead is negligible in a call this long
 
 
 @dataclass
 class Yardstick:
     amount: int
-    """Bytes or operations of a call."""
+    """Bytes or operations per call."""
     timer: Callable[[], float]
     best: float = 0.0
-    """Of `amount`, in a second."""
+    """The highest rate so far, in `amount` per second."""
 
     def sample(self) -> None:
         self.best = max(self.best, self.amount / (self.timer() * 1e-6))
 
 
 class Yardsticks:
-    """All of a device, for memory and for each dtype. float32's are always there."""
+    """All yardsticks of a device: for memory and for each dtype. float32 is always included."""
 
     def __init__(self, device: str, dtypes: set[str]):
         self._found = {BYTES: _copies(device)}
@@ -52,7 +52,7 @@ class Yardsticks:
                     yardstick.sample()
 
     def sample(self) -> None:
-        """The best of each kind once more: cheap enough to be done after every case."""
+        """Measures the best of each kind again. Cheap enough to do after every case."""
         for yardsticks in self._found.values():
             max(yardsticks, key=lambda yardstick: yardstick.best).sample()
 
@@ -65,15 +65,16 @@ class Yardsticks:
 
 
 def measure_ceilings(device: str, dtypes: set[str]) -> Ceilings:
-    """Those of this moment."""
+    """The ceilings as measured now."""
     return Yardsticks(device, dtypes).ceilings()
 
 
 def _copies(device: str) -> list[Yardstick]:
-    """Of two sizes; source and target are together larger than the cache, in the smaller one too.
+    """Copies of two sizes. Source and target together exceed the cache, also for the smaller size.
 
-    On an H200 the driver's own copy reached 2.7 TB/s and a kernel 4.0. On a CPU a plain store reads
-    the line that it overwrites; ours writes past the cache, and so does one of these.
+    On an H200 the driver's own copy reached 2.7 TB/s and a kernel 4.0. On a CPU a plain store first
+    reads the cache line that it overwrites. Our kernels use non-temporal stores, and so does one of
+    these copies.
     """
     size = max(_LEAST_COPY[device], cache_bytes(device)) // 256 * 64  # elements, whole cache lines
     source = torch.ones(size, device=device)
@@ -98,7 +99,7 @@ def _negate(target, source):
 
 
 def _streaming_copy():
-    """With non-temporal stores, by as many threads as torch has."""
+    """A copy with non-temporal stores, on as many threads as torch uses."""
     copy = naive_library("cpu").fusewise_streaming_copy
     copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     threads = torch.get_num_threads()
@@ -106,7 +107,7 @@ def _streaming_copy():
 
     def run(target, source):
         lines = (tensor.view(-1, 16).chunk(threads) for tensor in (target, source))
-        slices = zip(*lines, strict=True)  # each starts a cache line
+        slices = zip(*lines, strict=True)  # each slice starts at a cache line
         for done in [pool.submit(copy, t.data_ptr(), s.data_ptr(), t.nbytes) for t, s in slices]:
             done.result()
         return target
@@ -115,8 +116,10 @@ def _streaming_copy():
 
 
 def _products(device: str, dtype: str) -> list[Yardstick]:
-    """Of square matrices, by torch and by ours; TF32 as the dtype says. At least two sizes, and
-    larger ones while a call is short."""
+    """GEMMs of square matrices, by torch and by ours; the dtype decides on TF32.
+
+    At least two sizes, and larger ones as long as a call is short.
+    """
     case = Case("", "", (), dtype)
     kind = {"dtype": case.dtype, "device": device}
     found: list[Yardstick] = []
@@ -146,7 +149,7 @@ def _ours(left, right, _):
 
 
 def _ours_runs(device: str) -> bool:
-    """A model may be profiled on a GPU for which there are no kernels of ours."""
+    """False on a GPU that our kernels were not built for; a model may still be profiled there."""
     if device == "cpu":
         return True
     if CUDA_MISSING:

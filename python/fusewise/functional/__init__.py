@@ -1,6 +1,10 @@
-"""Fused operators as functions. Each picks the shortest way to its operator: directly where no
-gradient is wanted, through a `torch.autograd.Function` where one is, and through the same formula
-in plain torch where only that is right (`torch.func`, forward-mode AD, double backward)."""
+"""Fused operators as functions.
+
+Each function takes the cheapest correct path. Without gradients it calls the operator directly.
+With gradients it goes through a `torch.autograd.Function`. Under `torch.func`, forward-mode AD and
+double backward, where the fused operator cannot be used, it computes the same formula with torch's
+own operators.
+"""
 
 from ._transforms import refuse_script
 from .linear_act import linear_act

@@ -1,4 +1,4 @@
-"""How every operator is called: forced or chosen, recorded or not, with or without gradients."""
+"""Calls an operator: applies a forced implementation, records for `explain`, sets up autograd."""
 
 from collections.abc import Callable
 
@@ -20,9 +20,13 @@ from ._transforms import (
 
 
 class Function:
-    """An operator with its formula: the same in torch's own operators, which every transform of
-    torch can see through. `formula(*tensors, *words)`; `plain`, where it differs, is what a module
-    of torch's own operators would compute, roundings and autocast included."""
+    """A fused operator together with the same formula in torch's own operators.
+
+    `formula(*tensors, *words)` is used under torch.func, forward-mode AD and double backward, which
+    only work on torch's own operators. `plain` runs when "torch" is forced. It computes what a
+    module built from torch's own operators would, with the same roundings and under autocast. It
+    defaults to `formula`.
+    """
 
     def __init__(self, operator: _ops.Operator, formula: Callable, plain: Callable | None = None):
         self.operator = operator
@@ -80,7 +84,7 @@ class Function:
         return y
 
     def record(self, tensors, words, flags, wants_gradient):
-        """Both directions, as they would run on these inputs."""
+        """Records which implementations forward and, if needed, backward would use."""
         names = {"forward": self.name, "backward": self._backward_name}
         for i, (direction, name) in enumerate(names.items()):
             if i > wants_gradient:
@@ -92,8 +96,9 @@ class Function:
 
 
 class _Call(torch.autograd.Function):
-    # `forward(ctx, ...)` and not `setup_context`: 172 against 204 µs forward and backward. One
-    # argument in front of the tensors, as each costs time, in backward too.
+    # `forward(ctx, ...)` instead of `setup_context`: 172 against 204 µs for forward and backward.
+    # Everything but the tensors is packed into one argument, because each argument costs time, in
+    # backward too.
     @staticmethod
     def forward(ctx, call, *tensors):
         function, words, flags, forced, _ = call
@@ -103,7 +108,7 @@ class _Call(torch.autograd.Function):
         reader = operator.first_is_for
         if reader is not None and not ctx.needs_input_grad[1 + reader]:
             first, *others = tensors
-            if first.is_contiguous():  # backward needs its shape alone
+            if first.is_contiguous():  # backward needs only its shape
                 ctx.first_shape = first.shape
                 tensors = (None, *others)
         ctx.save_for_backward(*tensors, saved)
@@ -112,7 +117,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         function, words, flags, _, forced = ctx.call
-        kept = ctx.saved_tensors  # the inputs, and what forward saved
+        kept = ctx.saved_tensors  # the inputs, then the tensor that forward saved
         needed = ctx.needs_input_grad[1:]
         operator = function.operator
         if needs_graph(gradient):

@@ -1,4 +1,4 @@
-"""What torch is set to for matrix products, and the dtype that they are computed in."""
+"""Reads torch's settings for GEMMs (TF32, reduced-precision sums, autocast); casts the inputs."""
 
 import contextlib
 
@@ -30,15 +30,15 @@ def _torch_settings(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 
 def product_math(x: Tensor) -> tuple[bool, bool, bool]:
-    """TF32 or not, sums of halves in half or not, algorithms measured or not.
+    """What is allowed: TF32, reduced-precision sums in fp16 and bf16, autotuning.
 
-    `torch.compile` takes what is set when it traces, and does not trace again when that changes.
+    `torch.compile` reads the settings once, when it traces. It does not retrace when they change.
     """
     return _torch_settings(x.dtype) if x.is_cuda else (False, True, True)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast wants x to be; None where it is off, or is nothing for x."""
+    """The dtype that autocast casts x to; None if autocast is off or does not apply to x."""
     if not is_any_autocast_enabled():
         return None
     device = x.device.type
@@ -49,8 +49,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def cast_inputs(x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
-    """x and the parameters in the dtype of the product: autocast's, where it is on and x is not
-    float64, else x's own, to which float32 parameters beside half x are rounded."""
+    """Casts x and the parameters to the dtype of the GEMM.
+
+    Under autocast that is autocast's dtype, unless x is float64. Otherwise it is x's own dtype;
+    float32 parameters of an fp16 or bf16 x are rounded to it.
+    """
     if dtype := autocast_dtype(x):
         x = x.to(dtype)
         which = (torch.float32, *_HALF)
@@ -66,7 +69,7 @@ def cast_inputs(x: Tensor, parameters: list[Tensor | None]) -> tuple[Tensor, lis
 
 
 def without_autocast(x: Tensor):
-    """For what hands x to torch's own products, which autocast would round once more."""
+    """Disables autocast, which would round x again before torch's own GEMMs."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return _NOTHING

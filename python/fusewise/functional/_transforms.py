@@ -1,4 +1,4 @@
-"""When only torch's own operators give the right answer, and what they need."""
+"""Detects the callers that need torch's own operators, and refuses those that cannot be served."""
 
 import torch
 from torch.fx import Proxy
@@ -16,22 +16,22 @@ SEEN_THROUGH = "torch.func transforms and forward-mode AD see through torch's ow
 
 
 def needs_formula() -> bool:
-    """Whether torch.func or forward-mode AD is at work: they see through torch's operators only."""
+    """Whether torch.func or forward-mode AD is active; both only work on torch's own operators."""
     return are_transforms_active() or is_forward_ad_active()
 
 
 def is_symbolic(x) -> bool:
-    """Whether x is what torch.fx traces with: a name without a type or a size."""
+    """Whether x is a torch.fx Proxy, which has neither a type nor a size."""
     return isinstance(x, Proxy)
 
 
 def is_jit_tracing() -> bool:
-    """Whether torch.jit.trace runs: it warns of every look at a size."""
+    """Whether torch.jit.trace is running; it warns whenever Python code reads a size."""
     return jit_tracing_state() is not None
 
 
 def refuse_exporters(operator: str, x) -> None:
-    """For tracers that cannot take a fused operator: an error that names the way out."""
+    """Raises an error, with the remedy, for tracers that cannot handle a fused operator."""
     if isinstance(x, Proxy):
         raise TypeError(
             f"{operator}: torch.fx cannot trace a fused operator of fusewise; {_ops.WAY_OUT}"
@@ -41,7 +41,7 @@ def refuse_exporters(operator: str, x) -> None:
 
 
 def refuse_script(_=None) -> None:
-    """In the place of `__prepare_scriptable__`, which torch.jit.script calls before it compiles."""
+    """Assigned to `__prepare_scriptable__`, which torch.jit.script calls before it compiles."""
     raise RuntimeError(
         "torch.jit.script cannot compile fusewise's operators; use torch.export or torch.compile, "
         'or torch.jit.trace inside `with fusewise.implementation("torch"):`, which records '
@@ -50,7 +50,7 @@ def refuse_script(_=None) -> None:
 
 
 def refuse_forced(operator: str, why: str) -> None:
-    """For calls that only torch's own operators can serve: a forced name must not be ignored."""
+    """Raises if another implementation is forced where only torch's own operators can run."""
     for name in (getattr(settings, operator), getattr(settings, operator + "_backward")):
         if name not in ("", TORCH):
             raise RuntimeError(
@@ -59,8 +59,12 @@ def refuse_forced(operator: str, why: str) -> None:
 
 
 def direct_apply(function: type[torch.autograd.Function]):
-    """`function.apply` for arguments that `needs_formula` let through: what it adds, in Python, is
-    for torch.func, and takes as long as the rest. `torch.compile` knows only that one."""
+    """A faster `function.apply`, for calls in which `needs_formula()` is False.
+
+    `torch.autograd.Function.apply` adds Python code for torch.func that takes as long as the rest
+    of the call. This skips it, except under `torch.compile`, which only recognises the original
+    `apply`.
+    """
     direct = super(torch.autograd.Function, function).apply
 
     def apply(*arguments):
@@ -70,10 +74,14 @@ def direct_apply(function: type[torch.autograd.Function]):
 
 
 def needs_graph(gradient: torch.Tensor | None = None) -> bool:
-    """Whether a backward is to be differentiated again; or, for operators with lists of tensors, to
-    run for a batch of gradients, which torch itself takes apart for all others.
+    """Whether backward must be built from torch's own operators.
 
-    Compiled backward is traced once, with gradients on; torch itself refuses a second one.
+    That is so when it will be differentiated again (double backward), and when it runs on a batch
+    of gradients. torch unbatches the gradients itself, except for operators that take lists of
+    tensors.
+
+    A compiled backward is traced once, with gradients enabled; torch itself refuses to
+    differentiate it again.
     """
     if torch.compiler.is_compiling():
         return False
@@ -82,13 +90,13 @@ def needs_graph(gradient: torch.Tensor | None = None) -> bool:
 
 
 def formula_gradients(formula, inputs, needed, dy):
-    """The gradients of `formula(*inputs)` as a graph of torch's operators."""
+    """The gradients of `formula(*inputs)`, by torch's autograd on torch's own operators."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Aliases: where one tensor is used twice or made from another, each use counts alone.
+        # Views: a tensor that is passed twice, or made from another, gets a gradient per use.
         inputs = [None if t is None else t.view_as(t) for t in inputs]
         y = formula(*inputs)
-        if not y.requires_grad:  # it depends on nothing that is wanted
+        if not y.requires_grad:  # it depends on no input that needs a gradient
             return [
                 torch.zeros_like(t) if need else None
                 for t, need in zip(inputs, needed, strict=True)

@@ -1,4 +1,4 @@
-"""Linear + activation as a function."""
+"""Linear layer + activation as a function."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,16 +10,17 @@ from ._transforms import is_jit_tracing, is_symbolic
 
 
 def linear_act(x: Tensor, w: Tensor, b: Tensor | None = None, activation: str = "relu") -> Tensor:
-    """`act(x @ w.T + b)`.
+    """Linear layer and activation, `act(x @ w.T + b)`, fused in forward and backward.
 
     Args:
-        x: `[..., K]`, any leading sizes and strides; float32, float64, float16 or bfloat16.
-        w: `[N, K]`; x's dtype, or float32 beside half x.
-        b: `[N]` or None; w's dtype.
-        activation: "identity", "relu", "gelu" (by the error function), "gelu_tanh" or "silu".
+        x: input `[..., K]` with any leading sizes and any strides; float32, float64, float16 or
+            bfloat16.
+        w: weight `[N, K]`, in x's dtype; may also be float32 if x is float16 or bfloat16.
+        b: bias `[N]` in w's dtype, or None.
+        activation: "identity", "relu", "gelu" (exact, with erf), "gelu_tanh" or "silu".
 
     Returns:
-        `[..., N]`, in x's dtype, or in autocast's.
+        `[..., N]`, in x's dtype; under autocast, in autocast's dtype.
     """
     if is_symbolic(x):
         return CALL((x, w, b), (activation,))
@@ -32,7 +33,7 @@ def linear_act(x: Tensor, w: Tensor, b: Tensor | None = None, activation: str = 
 
 
 def layer(x, w, b, activation):
-    """What a module of torch's own operators computes."""
+    """The layer built from torch's own operators."""
     return ACTIVATIONS[activation](F.linear(x, w, b))
 
 
@@ -46,7 +47,7 @@ ACTIVATIONS = {
 
 
 def check(x, w, b, activation):
-    """Where there are sizes to check: not while torch.fx or torch.jit traces."""
+    """Checks the arguments, unless torch.fx or torch.jit is tracing and sizes must not be read."""
     if not is_symbolic(x) and not is_jit_tracing() and not x.is_nested:
         _ops.LINEAR_ACT.check((x, w, b), (activation,))
 
@@ -57,8 +58,7 @@ def _plain(x, w, b, activation):
 
 
 def formula(x, w, b, activation):
-    """The operator in torch's own terms, which every transform of torch can see through, of what is
-    already in the dtype that it is computed in."""
+    """The operator's formula in torch's own operators; the inputs are already cast for the GEMM."""
     _ops.LINEAR_ACT.check((x, w, b), (activation,))
     with without_autocast(x):
         return layer(x, w, b, activation)

@@ -1,4 +1,4 @@
-"""A stack of linear maps with activations as one function."""
+"""A stack of linear layers with activations as one function."""
 
 from collections.abc import Sequence
 
@@ -29,17 +29,21 @@ def mlp(
     activation: str = "relu",
     final_activation: str = "identity",
 ) -> Tensor:
-    """`act_n(... act_1(x @ w_1.T + b_1) ... @ w_n.T + b_n)`: one operator forward, one back.
+    """A stack of n linear layers with activations, fused in forward and backward.
+
+    Computes `act_n(... act_1(x @ w_1.T + b_1) ... @ w_n.T + b_n)` in one operator; backward is one
+    operator too.
 
     Args:
-        x: `[..., K_0]`; types and strides as in `linear_act`, also of the others.
-        weights: of the n layers, `[K_i, K_{i-1}]` each.
-        biases: one `[K_i]` for each layer, or None for none at all.
-        activation: of all layers but the last; names as in `linear_act`.
-        final_activation: of the last.
+        x: input `[..., K_0]`. All tensors may have the dtypes and strides that `linear_act`
+            accepts.
+        weights: one `[K_i, K_{i-1}]` per layer.
+        biases: one `[K_i]` per layer, or None if no layer has a bias.
+        activation: for all layers but the last; names as in `linear_act`.
+        final_activation: for the last layer.
 
     Returns:
-        `[..., K_n]`, in x's dtype, or in autocast's.
+        `[..., K_n]`, in x's dtype; under autocast, in autocast's dtype.
     """
     forced, forced_backward = settings.linear_act, settings.linear_act_backward
     if forced != TORCH:
@@ -104,7 +108,7 @@ _apply = direct_apply(_Mlp)
 
 
 def _lists(x, weights, biases):
-    """As lists; a TypeError where that is not what they are."""
+    """Returns weights and biases as lists; raises TypeError if they are not lists of tensors."""
     if not isinstance(x, Tensor) and not is_symbolic(x):
         raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
     found = []
@@ -136,7 +140,7 @@ def _forward(x, parameters, layers, kinds, save, math, forced):
 
 
 def _layers(parameters, layers, activation, final_activation):
-    """Weight, bias or None, and activation of each."""
+    """Yields weight, bias (or None) and activation of each layer."""
     for i in range(layers):
         bias = parameters[layers + i] if len(parameters) > layers else None
         yield parameters[i], bias, final_activation if i + 1 == layers else activation

@@ -19,20 +19,23 @@ def squeeze_excite(
     activation: str = None,
     gate: str = "sigmoid",
 ) -> Tensor:
-    """Squeeze-and-Excitation: `x * gate(w2 @ act(w1 @ mean(x) + b1) + b2)`, the mean over H and W.
+    """Squeeze-and-Excitation, fused in forward and backward.
+
+    Computes `x * gate(w2 @ act(w1 @ mean(x) + b1) + b2)`; the mean is over H and W.
 
     Args:
-        x: `[N, C, H, W]`, any strides; float32, float64, float16 or bfloat16.
-        w1: `[R, C]` or `[R, C, 1, 1]`; x's dtype, or float32 beside half x, as all four.
+        x: input `[N, C, H, W]`, any strides; float32, float64, float16 or bfloat16.
+        w1: `[R, C]` or `[R, C, 1, 1]`. The four parameters share one dtype: x's, or float32 if x is
+            float16 or bfloat16.
         b1: `[R]` or None.
         w2: `[C, R]` or `[C, R, 1, 1]`.
         b2: `[C]` or None.
-        activation: "silu", "relu" or "hardswish". Has to be given: torchvision's is relu, timm's
-            depends on the model.
+        activation: "silu", "relu" or "hardswish". There is no default, because torchvision uses
+            relu and timm's choice depends on the model.
         gate: "sigmoid" or "hardsigmoid".
 
     Returns:
-        A tensor like x, in x's layout. Autocast changes nothing.
+        A tensor of x's shape, dtype and memory layout. Autocast has no effect.
     """
     if activation is None:
         raise _ops.missing_activation()
@@ -40,20 +43,20 @@ def squeeze_excite(
 
 
 def _plain(x, w1, b1, w2, b2, activation, gate):
-    """What a module of torch's own operators computes, roundings and autocast included."""
+    """What a module built from torch's own operators computes: same roundings, same autocast."""
     if not is_symbolic(x):
         if not is_jit_tracing():
             _ops.SQUEEZE_EXCITE.check((x, w1, b1, w2, b2), (activation, gate))
         if autocast_dtype(x) is None:
             w1, b1, w2, b2 = (None if t is None else t.to(x.dtype) for t in (w1, b1, w2, b2))
-    # The operator's words are torch's names.
+    # The operator's names for activations and gates are also the names of torch's functions.
     hidden = getattr(F, activation)(F.linear(x.mean((2, 3)), w1.flatten(1), b1))
     gates = getattr(F, gate)(F.linear(hidden, w2.flatten(1), b2))
     return x * gates[:, :, None, None]
 
 
 def _formula(x, w1, b1, w2, b2, activation, gate):
-    """The operator in torch's own terms, which every transform of torch can see through."""
+    """The operator's formula in torch's own operators."""
     _ops.SQUEEZE_EXCITE.check((x, w1, b1, w2, b2), (activation, gate))
     dtype = _ops.wide_dtype(x)
     w1, b1, w2, b2 = (None if t is None else t.to(dtype) for t in (w1, b1, w2, b2))
@@ -61,11 +64,11 @@ def _formula(x, w1, b1, w2, b2, activation, gate):
         pooled = x.mean((2, 3), dtype=dtype)
         z = F.linear(pooled, w1.flatten(1), b1)
         if activation == "hardswish" and dtype == torch.float64:
-            hidden = z * F.relu6(z + 3) / 6  # on CUDA torch's own keeps its 1/6 in float32
+            hidden = z * F.relu6(z + 3) / 6  # on CUDA, torch's hardswish keeps its 1/6 in float32
         else:
             hidden = getattr(F, activation)(z)
         gates = F.linear(hidden, w2.flatten(1), b2)
-        # torch's hardsigmoid has no second derivative; relu6 has, and is the same function.
+        # torch's hardsigmoid has no second derivative. relu6 has one, and gives the same function.
         gates = gates.sigmoid() if gate == "sigmoid" else F.relu6(gates + 3) / 6
         return (x * gates[:, :, None, None]).to(x.dtype)
 

@@ -1,7 +1,7 @@
-"""`fusewise lesson`: mistakes of measuring and optimising, each shown on the user's own machine.
+"""`fusewise lesson`: common mistakes in measuring and optimising, shown on the user's own machine.
 
-docs/lessons/ has a page for each. The naive kernels that appear here are common first attempts, and
-on no user's path.
+docs/lessons/ has a page for each. The naive kernels here are typical first attempts; the library
+itself never uses them.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ LESSONS: dict[str, Lesson] = {
 
 
 def run(name: str, device: str) -> Finding:
-    """Measures and concludes, on the GPU where there is one if `device` is empty."""
+    """Measures and draws the conclusion. An empty `device` means the GPU if there is one."""
     device = usable_device(device)
     here = environment.describe(device)
     if device == "cpu":

@@ -1,4 +1,4 @@
-"""The same buffer over and over: a benchmark that times the cache instead of memory."""
+"""Reusing one buffer: a benchmark that measures the cache instead of memory."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""NCHW against NHWC: the same convolution, in the layout that the hardware wants and in another."""
+"""NCHW against NHWC: the same convolution in the hardware's preferred layout and in another."""
 
 import torch
 from torch import nn

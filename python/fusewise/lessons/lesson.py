@@ -1,4 +1,4 @@
-"""What every lesson is made of."""
+"""The parts that every lesson consists of."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,29 +8,29 @@ from ..bench.statistics import Ratio, median, ratio_of_sums
 from ..report import Table
 
 Samples = dict[str, list[float]]
-"""µs a call, by what was timed."""
+"""Times in µs per call, by name."""
 
 
 @dataclass(frozen=True)
 class Finding:
     table: Table
     lines: list[str]
-    """What follows from the figures, in words."""
+    """The conclusion from the figures, in words."""
     seen: bool
-    """Whether the effect that the lesson is about shows in these samples."""
+    """Whether these samples show the effect that the lesson is about."""
 
 
 @dataclass(frozen=True)
 class Lesson:
     title: str
     measure: Callable[[str], Samples]
-    """On a device."""
+    """Measures on a device."""
     conclude: Callable[[Samples, str], Finding]
-    """From the samples and the device alone, so that it can be tested without a clock."""
+    """Takes only the samples and the device, so that it can be tested without measuring."""
 
 
 def sample(calls: dict[str, Callable[[], object]], device: str) -> Samples:
-    """GPU time where there is a GPU, wall time elsewhere, in turns."""
+    """Interleaved samples: GPU time on a GPU, wall time on a CPU."""
 
     def timer(call):
         def indexed(_):
@@ -42,12 +42,12 @@ def sample(calls: dict[str, Callable[[], object]], device: str) -> Samples:
 
 
 def ratio(samples: Samples, slow: str, fast: str) -> Ratio:
-    """How many times as long `slow` takes."""
+    """The time of `slow` divided by the time of `fast`."""
     return ratio_of_sums([(1, samples[slow], samples[fast])])
 
 
 def table(title: str, samples: Samples, unit: str = "", work: float = 0) -> Table:
-    """A row for each thing timed: its median, and in `unit` how much of `work` it did in a µs."""
+    """One row per name: the median and, in `unit`, how much of `work` is done per µs."""
     medians = {name: median(times) for name, times in samples.items()}
     rows = [
         [name, f"{us:.0f}" if us >= 1000 else f"{us:.3g}", *([f"{work / us:.3g}"] if unit else [])]

@@ -1,4 +1,4 @@
-"""A loop per output against the vendor's matrix product."""
+"""A loop per output against the vendor's GEMM."""
 
 from .._usage import UsageError
 from ..bench.baselines import OURS, caller
@@ -14,7 +14,7 @@ _CASES = {"cpu": "cpu-relu-256x256x512-fp32", "cuda": "1024x784x2048-fp32"}
 
 
 def case_of(device: str) -> Case:
-    """One of the benchmark's."""
+    """A case of the benchmark."""
     return select("linear_act", device, "full", _CASES[device])[0]
 
 

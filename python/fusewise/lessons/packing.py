@@ -1,4 +1,4 @@
-"""Streams packed with cat for one grouped convolution, against one convolution for each."""
+"""Streams packed with cat for one grouped convolution, against one convolution per stream."""
 
 import torch
 
@@ -30,7 +30,7 @@ def measure(device: str) -> Samples:
         return torch.conv2d(x, packed_weight, padding=1, groups=_STREAMS)
 
     def packed():
-        # Whoever comes next wants dense streams again.
+        # The next layer needs dense streams again.
         parts = grouped(torch.cat(images, 1)).chunk(_STREAMS, 1)
         return [part.contiguous(**nhwc) for part in parts]
 

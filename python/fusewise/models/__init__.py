@@ -1,4 +1,4 @@
-"""Whole models as one fused operator each way."""
+"""Whole models, each with one fused operator for forward and one for backward."""
 
 from .spectral_shape_autoencoder import SpectralShapeAutoencoder
 

@@ -1,4 +1,4 @@
-"""The autoencoder as a function: the shortest way to its operator, as in `fusewise.functional`."""
+"""The autoencoder as a function, called like those in `fusewise.functional`."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from ..functional._transforms import refuse_exporters
 
 
 def autoencoder(x, *weights, output="reconstruction"):
-    """SpectralShapeAutoencoder on plain tensors: the eleven weights in the module's order.
+    """SpectralShapeAutoencoder on plain tensors: x and the eleven weights in the module's order.
 
     `output` is "reconstruction" (x's shape), "latent" `[N, L]` or "score" `[N]`.
     """
@@ -28,8 +28,10 @@ def autoencoder(x, *weights, output="reconstruction"):
 
 
 def _autocast(x, weights):
-    """x in autocast's dtype, and half weights of another one; float32 weights stay as they are.
-    float64 is never cast."""
+    """Casts x to autocast's dtype, and weights that are in the other half-precision dtype.
+
+    float32 weights stay as they are. float64 is never cast.
+    """
     dtype = autocast_dtype(x)
     if dtype is None:
         return x, weights
@@ -38,7 +40,7 @@ def _autocast(x, weights):
 
 
 def formula(x, *weights_and_output):
-    """The operator in torch's own terms, which every transform of torch can see through."""
+    """The operator's formula in torch's own operators."""
     *weights, output = weights_and_output
     sizes = _ops.AUTOENCODER.check((x, *weights), (output,))
     frames, mels = sizes["F"], sizes["M"]

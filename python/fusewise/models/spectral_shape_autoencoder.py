@@ -1,4 +1,4 @@
-"""SpectralShapeAutoencoder: reconstructs frames of log-mel values, and scores how well."""
+"""SpectralShapeAutoencoder: reconstructs frames of log-mel values and scores the reconstruction."""
 
 from functools import partial
 from os import PathLike
@@ -23,7 +23,7 @@ from ..nn._parts import (
 )
 from ._autoencoder import autoencoder
 
-# What holds the parameters, in the operators' order but for the basis, which comes in fifth.
+# The submodules that hold the parameters, in the operators' order. The basis is inserted fifth.
 _PARTS = {
     "slice_encoder": (nn.LayerNorm, nn.Linear),
     "bottleneck_mlp": (nn.LayerNorm, nn.Linear),
@@ -42,25 +42,26 @@ _NAMES.insert(_BASIS, "global_basis")
 
 
 class SpectralShapeAutoencoder(nn.Module):
-    """An autoencoder for machine sounds, every output as one fused operator each way.
+    """An autoencoder for machine sounds. Each output is one fused operator; so is its backward.
 
-    A row is `frames` frames of `n_mels` log-mel values. Every frame is encoded by itself, the
-    frames together are projected on a basis of `latent_dim` spectral shapes of length one, a small
-    layer works on the coordinates, and the same basis leads back:
+    A row of the input is `frames` frames of `n_mels` log-mel values. The encoder maps each frame
+    separately. All encoded frames of a row are projected together on a basis B of `latent_dim`
+    spectral shapes, each normalised to length one. A small layer transforms the coordinates, and
+    the transposed basis maps them back:
 
         s_f = GELU(slice_encoder(x_f))
         z   = GELU(bottleneck_mlp(B s))
         y_f = slice_decoder((B^T z)_f)
 
-    The submodules hold the parameters, under the names of the state dict. They are called, and
-    torch's operators run, only where the fused operator would miss something: hooks on them, other
-    layers in their place, a LayerNorm with another eps.
+    The submodules hold the parameters under the names of the state dict, and are normally not
+    called. If one of them has hooks, was replaced by another kind of layer, or is a LayerNorm with
+    another eps, the model calls them all and runs torch's own operators instead.
 
     Args:
-        n_mels: values of a frame.
-        frames: frames of a row.
-        latent_dim: number of spectral shapes.
-        slice_latent_dim: values that a frame is encoded in.
+        n_mels: log-mel values per frame.
+        frames: frames per row.
+        latent_dim: number of spectral shapes in the basis.
+        slice_latent_dim: size of an encoded frame.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class SpectralShapeAutoencoder(nn.Module):
         self._reset_basis()
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew: as torch.nn's own modules do, the basis from N(0, 1)."""
+        """Initialises the parameters again: the layers as torch.nn does, the basis from N(0, 1)."""
         for part in (*self.slice_encoder, *self.bottleneck_mlp, *self.slice_decoder):
             part.reset_parameters()
         self._reset_basis()
@@ -107,24 +108,28 @@ class SpectralShapeAutoencoder(nn.Module):
         nn.init.normal_(self.global_basis)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The reconstruction of every row of x, `[B, frames * n_mels]` or `[B, frames, n_mels]`;
-        x's shape, dtype (autocast's, where that is on) and layout."""
+        """The reconstruction of each row of x.
+
+        x is `[B, frames * n_mels]` or `[B, frames, n_mels]`. The result has x's shape, memory
+        layout and dtype; under autocast, autocast's dtype.
+        """
         return self._run(x, "reconstruction")
 
     def encode(self, x: Tensor) -> Tensor:
-        """The latent of every row, `[B, latent_dim]`."""
+        """The latent vector of each row, `[B, latent_dim]`."""
         return self._run(x, "latent")
 
     def anomaly_score(self, x: Tensor) -> Tensor:
-        """The mean squared error of every row's reconstruction, `[B]`; float32 for half data.
+        """The mean squared reconstruction error of each row, `[B]`; float32 if x is fp16 or bf16.
 
-        The reconstruction itself is never written. A training loss is its mean.
+        The reconstruction itself is never written to memory. The mean of the scores is a training
+        loss.
         """
         return self._run(x, "score")
 
     def _run(self, x: Tensor, output: str) -> Tensor:
         if output != "reconstruction":
-            make_weights(self)  # the hooks of the module itself run before forward alone
+            make_weights(self)  # the module's own pre-hooks only run before forward
         if settings.autoencoder == TORCH:
             return run_torch("autoencoder", self, partial(self._with_torch, output=output), x)
         parts = self._parts()
@@ -133,7 +138,7 @@ class SpectralShapeAutoencoder(nn.Module):
         try:
             return autoencoder(x, *self._weights(parts), output=output)
         except RuntimeError as error:
-            # By the name that the parameter has here.
+            # Report the parameter under the name that it has in this module.
             for name, own in zip(AUTOENCODER_WEIGHTS, _NAMES, strict=True):
                 if str(error).startswith(f"{name}:"):
                     raise RuntimeError(own + str(error)[len(name) :]) from None
@@ -156,7 +161,7 @@ class SpectralShapeAutoencoder(nn.Module):
         return y.reshape(x.shape)
 
     def _parts(self) -> list[nn.Module]:
-        """The three containers, each with what is in it behind it."""
+        """The three Sequentials, each followed by the layers in it."""
         modules = self._modules
         encoder = modules["slice_encoder"]
         bottleneck = modules["bottleneck_mlp"]
@@ -171,7 +176,7 @@ class SpectralShapeAutoencoder(nn.Module):
         ]
 
     def _foreign(self, parts: list[nn.Module]) -> str:
-        """Why calling the parts would do something else than the operator, or ''."""
+        """Why calling the parts would not compute what the operator computes, or ''."""
         if ordinary(parts, _KINDS):
             return ""
         containers = {name: self._modules[name] for name in _PARTS}
@@ -181,7 +186,7 @@ class SpectralShapeAutoencoder(nn.Module):
         return why
 
     def _weights(self, parts: list[nn.Module]) -> list[Tensor]:
-        """In the operators' order; made anew where they are pruned or otherwise parametrised."""
+        """In the operators' order; recomputed if they are pruned or otherwise parametrised."""
         weights = []
         for i in _HOLDERS:
             weights += weight_and_bias(parts[i])
@@ -191,9 +196,11 @@ class SpectralShapeAutoencoder(nn.Module):
     def save_safetensors(
         self, path: str | PathLike, metadata: dict[str, str] | None = None
     ) -> None:
-        """Writes the weights, and texts beside them, as a `.safetensors` file, which
-        `fusewise::Safetensors` reads in C++ and `safetensors.torch.load_file` here. Needs the
-        package safetensors."""
+        """Writes the weights to a `.safetensors` file, with optional text metadata.
+
+        `fusewise::Safetensors` reads the file in C++, `safetensors.torch.load_file` in Python.
+        Needs the package safetensors.
+        """
         try:
             from safetensors.torch import save
         except ImportError as error:
@@ -206,11 +213,11 @@ class SpectralShapeAutoencoder(nn.Module):
         values = (weight.detach().contiguous() for weight in self._weights(parts))
         tensors = dict(zip(_NAMES, values, strict=True))
         content = save(tensors, {"model": type(self).__name__, **(metadata or {})})
-        # Not save_file, whose file nobody else may read.
+        # Not save_file: it creates a file that only its owner may read.
         Path(path).write_bytes(content)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # Checkpoints of old have a decoder of their own that no output ever depended on.
+        # Old checkpoints contain a separate decoder that no output ever depended on.
         state_dict.pop(prefix + "global_decoder.weight", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Modules around the fused operators, with the names and state dicts of those they stand for."""
+"""Modules for the fused operators, with the parameter names of the modules they replace."""
 
 from .linear_act import LinearAct
 from .mlp import MLP

@@ -1,4 +1,4 @@
-"""Checks that several modules make of their arguments."""
+"""Argument checks shared by the modules."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -39,7 +39,11 @@ def floating(dtype: torch.dtype | None) -> None:
 
 
 def blame_x(error: RuntimeError, x: torch.Tensor, features: int) -> None:
-    """Asked after a function has failed, which blames w: in a module that is right by itself."""
+    """Reports a wrong input size as an error about x.
+
+    Called after the function has failed. The function reports w, but a module's own weight is
+    right.
+    """
     if not x.is_nested and x.dim() > 0 and x.shape[-1] != features:
         raise RuntimeError(f"x: expected {features} features, got {x.shape[-1]}") from error
 
@@ -49,13 +53,16 @@ def full_name(cls: type) -> str:
 
 
 def plain_linear(name: str, module: torch.nn.Module) -> None:
-    """That calling a linear layer does nothing but its product: no hooks, as those of pruning and
-    spectral norms, and no parametrisation, none of which the fused operator would run."""
+    """Raises unless calling the layer computes `x @ weight.T + bias` and nothing else.
+
+    Hooks (pruning, spectral norm) and parametrisations are refused: a fused operator does not run
+    them.
+    """
     _plain(name, module, torch.nn.Linear)
 
 
 def plain_convolution(name: str, module: torch.nn.Module) -> None:
-    """The same of a 1x1 convolution."""
+    """The same for a 1x1 convolution."""
     _plain(name, module, torch.nn.Conv2d)
     found = module.kernel_size, module.stride, module.padding, module.groups
     if found != ((1, 1), (1, 1), (0, 0), 1):
@@ -90,7 +97,7 @@ def _refuse_hooks(name: str) -> None:
     )
 
 
-# What modules compute, by torch's class for it; timm has classes of its own for some.
+# torch's module for each function. timm has its own classes for some of them.
 _TORCHS = {
     "relu": torch.nn.ReLU,
     "gelu": torch.nn.GELU,
@@ -115,8 +122,11 @@ _FUNCTIONS = {full_name(kind): name for name, kind in _TORCHS.items()} | _TIMMS
 
 
 def function_of(name: str, module: torch.nn.Module, known: Sequence[str], others: str = "") -> str:
-    """The name of what a module without parameters computes; a ValueError where it is none of
-    `known`. `others` are classes that the caller takes besides."""
+    """The name of the function that a module without parameters computes.
+
+    Raises ValueError if it is not in `known`. `others` names further classes that the caller
+    accepts; the error message lists them too.
+    """
     kind = full_name(type(module))
     found = _FUNCTIONS.get(kind)
     if found == "gelu" and getattr(module, "approximate", "none") == "tanh":
@@ -130,5 +140,5 @@ def function_of(name: str, module: torch.nn.Module, known: Sequence[str], others
 
 
 def activation_of(name: str, module: torch.nn.Module, others: str = "") -> str:
-    """Of a linear layer."""
+    """The name of the activation that a module after a linear layer computes."""
     return function_of(name, module, ACTIVATIONS, others)

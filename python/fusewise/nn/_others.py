@@ -1,6 +1,6 @@
-"""Modules of torch, torchvision and timm that ours can stand for, and what their parts are.
+"""Modules of torch, torchvision and timm that ours can replace, and how to find their parts.
 
-Classes of torchvision and timm are known by their full names: neither has to be installed.
+torchvision's and timm's classes are matched by their full names, so neither has to be installed.
 """
 
 from collections.abc import Iterator
@@ -48,13 +48,15 @@ class ExcitationParts(NamedTuple):
 class StackParts(NamedTuple):
     linears: list[nn.Linear]
     activation: str
-    """Of all but the last; relu where there is one layer alone."""
+    """Of all layers but the last; "relu" if there is only one layer."""
     final_activation: str
 
 
 def excitation_parts(module: nn.Module) -> ExcitationParts:
-    """Of a Squeeze-and-Excitation of torchvision or timm; TypeError or ValueError, which names the
-    part, where ours would compute something else."""
+    """The parts of a Squeeze-and-Excitation module of torchvision or timm.
+
+    Raises TypeError or ValueError, naming the part, if ours would compute something else.
+    """
     kind = _kind_of(module, (*_SQUEEZE_EXCITATIONS, *_OTHER_EXCITATIONS))
     if why := _OTHER_EXCITATIONS.get(kind):
         raise TypeError(f"module: {kind} {why}, which the fused operator does not compute")
@@ -100,8 +102,10 @@ def _check_pooling(module: nn.Module) -> None:
 
 
 def stack_parts(modules: nn.Module) -> StackParts:
-    """Of a Sequential of linear layers and activations or of timm's Mlp; TypeError or ValueError,
-    which names the part, where a fused stack would compute something else."""
+    """The layers and activations of a Sequential or of timm's Mlp.
+
+    Raises TypeError or ValueError, naming the part, if a fused stack would compute something else.
+    """
     linears, kinds = _layers_of(modules)
     hidden = set(kinds[:-1])
     if len(hidden) > 1:
@@ -115,7 +119,7 @@ def stack_parts(modules: nn.Module) -> StackParts:
 
 
 def _named_parts(modules: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """In the order in which they are called."""
+    """The parts with their names, in the order in which forward calls them."""
     if _kind_of(modules, (_TIMMS_MLP,)):
         yield from ((f"modules.{part}", getattr(modules, part)) for part in _MLP_PARTS)
         return
@@ -128,7 +132,7 @@ def _named_parts(modules: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _layers_of(modules: nn.Module) -> tuple[list[nn.Linear], list[str]]:
-    """The linear layers, and the activation behind each."""
+    """The linear layers, and the activation after each."""
     linears, kinds = [], []
     behind_linear = False
     for name, module in _named_parts(modules):
@@ -169,7 +173,7 @@ def _check_dropout(name: str, module: nn.Dropout) -> None:
 
 
 def _kind_of(module: nn.Module, known: tuple[str, ...]) -> str:
-    """The known class that a module is of, or of which it inherits all that computes; or ''."""
+    """The name of the known class that the module is, or inherits its computation from; else ''."""
     cls = type(module)
     for kind in cls.__mro__:
         if full_name(kind) in known:

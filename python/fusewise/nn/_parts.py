@@ -1,8 +1,8 @@
-"""Parts of a module that hold its parameters.
+"""Submodules ("parts") that hold the parameters of a fused module.
 
-The fused operator takes a part's parameters and does not call it. That is right where a call would
-do nothing but the layer's own formula. Everywhere else `foreign` says why, and the module runs
-torch's own operators and calls its parts.
+The fused operator reads a part's parameters and never calls the part. That is only correct if
+calling it would compute the layer's own formula and nothing else. Otherwise `foreign` gives the
+reason, and the module calls its parts and runs torch's own operators.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ from .._settings import settings
 from ..functional._products import autocast_dtype
 from ..functional._transforms import is_symbolic, refuse_forced
 
-# What the operators know: a LayerNorm's eps, a convolution's padding.
+# Values that are fixed in the operators: a LayerNorm's eps, a convolution's padding.
 _EPS = 1e-5
 _PADDING = (0, 0)
 
 
 def parameter(part: nn.Module, name: str) -> Tensor | None:
-    """Past Module.__getattr__, which would cost more than some operators do on few rows."""
+    """Skips Module.__getattr__, which would take longer than some operators do on few rows."""
     own = part._parameters
     return own[name] if name in own else getattr(part, name)
 
 
 def make_weights(part: nn.Module) -> None:
-    """What pruning, and norms of weights in their older form, do in a hook before a call."""
+    """Runs the pre-hooks that compute weights: pruning, old-style weight and spectral norm."""
     for hook in part._forward_pre_hooks.values():
         if _makes_weights(hook):
             hook(part, ())
 
 
 def weight_and_bias(part: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Of a part that is not `foreign`; made anew where they are pruned or normalised."""
+    """Weight and bias of a part that is not `foreign`; recomputed if it is pruned or normalised."""
     own = part._parameters
     if "weight" in own and "bias" in own:
         return own["weight"], own["bias"]
@@ -49,7 +49,7 @@ def weight_and_bias(part: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 
 
 def ordinary(parts: Collection[nn.Module], kinds: Sequence[type[nn.Module]]) -> bool:
-    """Whether no part can be `foreign`. Every call of a module pays for this: look-ups only."""
+    """Whether no part can be `foreign`. Only look-ups, because every call of a module runs it."""
     for part, kind in zip(parts, kinds):  # noqa: B905 - `strict` would cost more than a look-up
         own = part.__dict__
         if (
@@ -68,7 +68,7 @@ def ordinary(parts: Collection[nn.Module], kinds: Sequence[type[nn.Module]]) -> 
 
 
 def foreign(parts: dict[str, nn.Module], kinds: Sequence[type[nn.Module]], prefix: str = "") -> str:
-    """Why calling one of the parts would do something else than the formula of its kind, or ''."""
+    """Why calling one of the parts would not compute the formula of its kind, or ''."""
     if len(parts) != len(kinds):
         return f"{prefix[:-1]} has {len(parts)} parts where the operator knows {len(kinds)}"
     for (name, part), kind in zip(parts.items(), kinds, strict=True):
@@ -100,7 +100,7 @@ def _foreign(name: str, part: nn.Module, kind: type[nn.Module]) -> str:
 
 
 def hooks_everywhere() -> str:
-    """Why parts must be called where hooks are registered for all modules at once, or ''."""
+    """The reason to call the parts if hooks are registered for all modules, or ''."""
     if not (
         _module._global_forward_hooks
         or _module._global_forward_pre_hooks
@@ -108,7 +108,7 @@ def hooks_everywhere() -> str:
         or _module._global_backward_pre_hooks
     ):
         return ""
-    # Those of torch's counters of operations and memory only note which module is at work.
+    # The hooks of torch's FLOP and memory counters only note which module is running.
     tracker = getattr(sys.modules.get("torch.utils.module_tracker"), "ModuleTracker", ())
     for hooks in (
         _module._global_forward_hooks,
@@ -124,7 +124,7 @@ def hooks_everywhere() -> str:
 def run_torch(
     operator: str, module: nn.Module, compute: Callable[[Tensor], Tensor], x: Tensor, why: str = ""
 ) -> Tensor:
-    """`compute(x)`, which calls the module's parts; `why` is empty where torch was forced."""
+    """`compute(x)`, which calls the module's parts; `why` is empty if "torch" was forced."""
     if why:
         refuse_forced(operator, why)
     with _rounded_to(x, module.parameters()):
@@ -135,7 +135,7 @@ def run_torch(
 
 
 def _rounded_to(x: Tensor, parameters: Iterable[Tensor]):
-    """Has torch's layers round float32 parameters beside half x, which they would refuse."""
+    """Autocast to x's dtype if x is fp16 or bf16; torch's layers refuse mixed dtypes."""
     if (
         is_symbolic(x)
         or x.dtype not in (torch.float16, torch.bfloat16)
@@ -148,14 +148,14 @@ def _rounded_to(x: Tensor, parameters: Iterable[Tensor]):
 
 
 def _computes_as(cls: type[nn.Module], kind: type[nn.Module]) -> bool:
-    """Whether a class, such as that of a parametrised layer, has the calls of another."""
+    """Whether `cls` inherits the call methods of `kind`, as a parametrised layer's class does."""
     methods = ("__call__", "forward", "_conv_forward")
     return all(getattr(cls, each, None) is getattr(kind, each, None) for each in methods)
 
 
 def _makes_weights(hook: Callable) -> bool:
-    """Whether a hook before a call does nothing but make the part's weight anew."""
-    from torch.nn.utils.prune import BasePruningMethod  # which `import torch` does not load
+    """Whether a forward pre-hook only recomputes the part's weight."""
+    from torch.nn.utils.prune import BasePruningMethod  # not loaded by `import torch`
 
     return isinstance(hook, (BasePruningMethod, SpectralNorm, WeightNorm))
 

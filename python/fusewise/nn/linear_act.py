@@ -1,4 +1,4 @@
-"""Linear + activation as a module."""
+"""Linear layer + activation as a module."""
 
 import torch
 from torch import Tensor
@@ -18,15 +18,16 @@ from ._checks import (
 
 
 class LinearAct(torch.nn.Module):
-    """`act(x @ weight.T + bias)` as one fused operator, forward and backward.
+    """Linear layer and activation, `act(x @ weight.T + bias)`, fused in forward and backward.
 
-    Parameters, initialisation and state dict are those of `torch.nn.Linear`. It is no subclass:
-    tools that replace every `torch.nn.Linear` (LoRA, quantisers) would drop the activation.
+    Parameters, initialisation and state dict are those of `torch.nn.Linear`. This is not a subclass
+    of it, because tools that replace every `torch.nn.Linear` (LoRA, quantisers) would drop the
+    activation.
 
     Args:
         in_features: K of the input `[..., K]`.
         out_features: N of the output `[..., N]`.
-        bias: whether there is one.
+        bias: whether to add a bias.
         activation: "identity", "relu", "gelu", "gelu_tanh" or "silu".
     """
 
@@ -59,9 +60,9 @@ class LinearAct(torch.nn.Module):
     def from_linear(
         cls, linear: torch.nn.Linear, activation: str | torch.nn.Module = "relu"
     ) -> "LinearAct":
-        """The same layer with its activation, on the same parameters, not on copies.
+        """Makes a LinearAct from a `torch.nn.Linear`. It shares the parameters; nothing is copied.
 
-        `activation` is a name, or torch's module for it: `ReLU`, `GELU`, `SiLU` or `Identity`.
+        `activation` is a name, or one of torch's modules `ReLU`, `GELU`, `SiLU` and `Identity`.
         """
         plain_linear("linear", linear)
         if isinstance(activation, torch.nn.Module):
@@ -78,7 +79,7 @@ class LinearAct(torch.nn.Module):
         return made.train(linear.training)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew, as torch.nn.Linear does."""
+        """Initialises the parameters again, as `torch.nn.Linear` does."""
         torch.nn.Linear.reset_parameters(self)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,17 +15,18 @@ from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_b
 
 
 class MLP(torch.nn.Module):
-    """`x`, then for each layer `act(x @ weight.T + bias)`: one fused operator forward and one back.
+    """A stack of linear layers, each `act(x @ weight.T + bias)`, fused in forward and backward.
 
     Parameters and state dict are those of a list of `torch.nn.Linear` named `layers`:
-    `layers.0.weight`, `layers.0.bias`, ... They are called, and torch's operators run, only where
-    the fused operator would miss something: hooks on them, or another layer in their place.
+    `layers.0.weight`, `layers.0.bias`, ... The layers only hold the parameters and are normally not
+    called. If one of them has hooks, or was replaced by another kind of layer, the module calls
+    them all and runs torch's own operators instead.
 
     Args:
         sizes: features of the input and of each layer's output, `[K_0, K_1, ..., K_n]`.
-        activation: of all layers but the last: "identity", "relu", "gelu", "gelu_tanh" or "silu".
-        final_activation: of the last.
-        bias: whether the layers have one.
+        activation: for all layers but the last: "identity", "relu", "gelu", "gelu_tanh" or "silu".
+        final_activation: for the last layer.
+        bias: whether the layers have biases.
     """
 
     def __init__(
@@ -55,13 +56,16 @@ class MLP(torch.nn.Module):
 
     @classmethod
     def from_sequential(cls, modules: torch.nn.Module) -> "MLP":
-        """The same stack, on the same parameters, not on copies. Their names become
-        `layers.0.weight`, `layers.0.bias`, ...
+        """Makes an MLP from existing layers. It shares their parameters; nothing is copied.
 
-        `modules` is a `torch.nn.Sequential`, as torchvision's `MLP` and `MLPBlock`, or timm's
-        `Mlp`: `torch.nn.Linear`s, each with `ReLU`, `GELU`, `SiLU`, `Identity` or nothing behind
-        it, the same for all but the last; all have a bias, or none. `Dropout(0)` is passed over.
-        With p > 0 it is an error, in eval mode too: a later `train()` would not bring it back.
+        `modules` is a `torch.nn.Sequential`, which includes torchvision's `MLP` and `MLPBlock`, or
+        timm's `Mlp`. It holds `torch.nn.Linear` layers, each followed by `ReLU`, `GELU`, `SiLU`,
+        `Identity` or nothing. All layers but the last must have the same activation. Either all
+        layers have a bias or none has. In the result the parameters are named `layers.0.weight`,
+        `layers.0.bias`, ...
+
+        `Dropout(0)` is skipped. Dropout with p > 0 is an error, in eval mode too, because the MLP
+        could not apply it after a later `train()`.
         """
         linears, activation, final_activation = stack_parts(modules)
         sizes = [linears[0].in_features, *(linear.out_features for linear in linears)]
@@ -71,7 +75,7 @@ class MLP(torch.nn.Module):
         return made.train(modules.training)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew, as torch.nn.Linear does."""
+        """Initialises the parameters again, as `torch.nn.Linear` does."""
         for layer in self.layers:
             layer.reset_parameters()
 

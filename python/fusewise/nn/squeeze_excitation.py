@@ -12,21 +12,24 @@ from ._checks import floating, one_of, true_or_false, whole
 from ._others import excitation_parts
 from ._parts import foreign, hooks_everywhere, ordinary, run_torch, weight_and_bias
 
-_KINDS = (torch.nn.Conv2d, torch.nn.Conv2d)  # of fc1 and fc2
+_KINDS = (torch.nn.Conv2d, torch.nn.Conv2d)  # fc1 and fc2
 
 
 class SqueezeExcitation(torch.nn.Module):
-    """`x * gate(fc2(act(fc1(mean(x)))))`, the mean over H and W, as one fused operator.
+    """Squeeze-and-Excitation, fused in forward and backward.
+
+    Computes `x * gate(fc2(act(fc1(mean(x)))))`; the mean is over H and W.
 
     Parameters and state dict are those of torchvision's module: `fc1` and `fc2` are 1x1
-    convolutions that hold them. They are called, and torch's operators run, only where the fused
-    operator would miss something: hooks on them, or another layer in their place.
+    convolutions. They only hold the parameters and are normally not called. If one of them has
+    hooks, or was replaced by another kind of layer, the module calls both and runs torch's own
+    operators instead.
 
     Args:
         channels: C of the input `[N, C, H, W]`.
         reduced: number of hidden units, R.
-        activation: "silu", "relu" or "hardswish". Has to be given: torchvision's is relu, timm's
-            depends on the model, and the parameters do not tell.
+        activation: "silu", "relu" or "hardswish". There is no default: torchvision uses relu,
+            timm's choice depends on the model, and the parameters do not reveal it.
         gate: "sigmoid" or "hardsigmoid".
         bias: whether fc1 and fc2 have biases.
     """
@@ -57,14 +60,17 @@ class SqueezeExcitation(torch.nn.Module):
 
     @classmethod
     def from_module(cls, module: torch.nn.Module) -> "SqueezeExcitation":
-        """The same layer, on the same parameters, not on copies, in the same mode.
+        """Makes a SqueezeExcitation from a module of torchvision or timm.
+
+        It shares the module's parameters; nothing is copied. It starts in the same mode (train or
+        eval).
 
         `module` is torchvision's `SqueezeExcitation`, or timm's `SEModule` or `SqueezeExcite`, with
-        an activation and a gate that are known here. The parameters' names become torchvision's,
-        `fc1` and `fc2`, also where timm's are `conv_reduce` and `conv_expand`.
+        an activation and a gate that the operator supports. The parameters get torchvision's names,
+        `fc1` and `fc2`, even if timm calls them `conv_reduce` and `conv_expand`.
 
-        TypeError or ValueError, which name the part, where the operator would compute something
-        else: timm's effective variant, max-pooling, a norm, hooks, parametrisations.
+        Raises TypeError or ValueError, naming the part, if the fused operator would compute
+        something else: timm's effective variant, max-pooling, a norm, hooks, parametrisations.
         """
         parts = excitation_parts(module)
         channels, reduced = parts.fc1.in_channels, parts.fc1.out_channels
@@ -74,7 +80,7 @@ class SqueezeExcitation(torch.nn.Module):
         return made
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew, as torch.nn.Conv2d does."""
+        """Initialises the parameters again, as `torch.nn.Conv2d` does."""
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 
@@ -98,7 +104,7 @@ class SqueezeExcitation(torch.nn.Module):
             raise
 
     def _with_torch(self, x: Tensor) -> Tensor:
-        # torch's pooling would take an image without a batch.
+        # torch's pooling also accepts an image without a batch dimension; the operator does not.
         if not is_symbolic(x) and not is_jit_tracing() and x.dim() != 4:
             raise RuntimeError(f"x: expected [N, C, H, W], got {list(x.shape)}")
         hidden = getattr(F, self.activation)(self.fc1(F.adaptive_avg_pool2d(x, 1)))

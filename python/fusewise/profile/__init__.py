@@ -1,7 +1,7 @@
-"""`fusewise profile`: where the time of any model goes, and what is worth trying.
+"""`fusewise profile`: where the time of a model goes, and what is worth trying.
 
-model.py makes the model and its step, record.py runs it under torch's profiler, kinds.py says what
-kind of work an operator or kernel is, analysis.py draws the sums, advice.py the conclusions.
+model.py makes the model and its step. record.py runs the step under torch's profiler. kinds.py
+classifies operators and kernels. analysis.py sums up the times. advice.py draws the conclusions.
 """
 
 from . import report

@@ -1,4 +1,4 @@
-"""What to try first: what this profile speaks for, the best bound first."""
+"""What to try first according to a profile, the largest possible speed-up first."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from ..nn._others import excitation_parts
 from .analysis import LAUNCH_BOUND, Profile, amdahl
 from .kinds import COMPILED, CONVOLUTION, COPY, ELEMENTWISE, LAYOUT, NORMALISATION, PRODUCT
 
-_WORTH = 1.03  # a bound below is not worth a try
+_WORTH = 1.03  # a smaller bound is not worth trying
 _SQUEEZE_EXCITE = ("SqueezeExcitation", "SqueezeExcite", "SEModule")
 
 
@@ -17,8 +17,8 @@ _SQUEEZE_EXCITE = ("SqueezeExcitation", "SqueezeExcite", "SEModule")
 class Advice:
     what: str
     bound: float
-    """How many times as fast a whole step gets at most; where that is by less work, the idle time
-    stays as it is."""
+    """Upper bound on the speed-up of a whole step. If it comes from less work, idle time is assumed
+    not to change."""
     why: str
 
 
@@ -35,8 +35,11 @@ def advise(profile: Profile) -> list[Advice]:
 
 
 def operator_for(module: nn.Module) -> str:
-    """The operator of fusewise that stands for a Squeeze-and-Excitation; empty where there is none.
-    Of a class that nobody knows, the name and the activations have to tell."""
+    """The fusewise operator that can replace a Squeeze-and-Excitation module; empty if none can.
+
+    A class that is not from fusewise, torchvision or timm is recognised by its name and
+    activations.
+    """
     if type(module).__name__ not in _SQUEEZE_EXCITE:
         return ""
     if type(module).__module__.startswith(("fusewise.", "torchvision.", "timm.")):
@@ -57,12 +60,12 @@ def _share(profile: Profile, *kinds: str) -> float:
 
 
 def _bound(profile: Profile, share: float, factor: float = float("inf")) -> float:
-    """Of a step, where a share of the work gets faster and the idle time stays as it is."""
+    """The speed-up of a step if this share of the work gets faster and idle time stays the same."""
     return amdahl(share * profile.work_us / profile.wall_us, factor)
 
 
 def _on_top(profile: Profile) -> str:
-    """What a bound leaves out that fewer launches bring."""
+    """A note that fewer launches also save idle time, which the bound does not include."""
     return "; the idle time it saves comes on top" if profile.idle > LAUNCH_BOUND else ""
 
 
@@ -96,7 +99,7 @@ def _layout(profile: Profile):
     why = f"{share:.0%} of the work converts layouts"
     convolutions = _share(profile, CONVOLUTION)
     if profile.device == "cuda" and profile.amp and convolutions > 0.1:
-        # The conversions are only what is seen; how much faster the convolutions get is not.
+        # The conversions are measured. How much faster the convolutions would get is unknown.
         why += f", and {convolutions:.0%} are half-precision convolutions, which want NHWC"
         bound = max(bound, _WORTH)
     yield Advice("--channels-last, here and in your own script", bound, why)

@@ -1,4 +1,4 @@
-"""From pieces of time to shares, idle time, and what a faster part would do for the whole."""
+"""Computes shares, idle time and Amdahl's bounds from the recorded pieces of time."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from ..nn._others import stack_parts
 from .kinds import KINDS, LAYOUT, short_name
 from .record import Piece, Work
 
-# Wrappers that nobody would replace by something faster.
+# Wrappers, which nobody would replace by something faster.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-LAUNCH_BOUND = 0.2  # so much idle time of a step, or more
+LAUNCH_BOUND = 0.2  # a step with at least this share of idle time
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Where the GPU had nothing to do, in a step of the recording."""
+    """The times in which the GPU was idle, per recorded step."""
 
     count: float
     median_us: float
@@ -28,33 +28,33 @@ class Gaps:
 
 @dataclass(frozen=True)
 class ModuleKind:
-    """All modules of one class, their inner ones included; times in µs a step."""
+    """All modules of one class, including the modules inside them; times in µs per step."""
 
     name: str
     calls: int
     us: float
     share: float
-    """Of the time of all operators or kernels."""
+    """Share of the time of all operators or kernels."""
     floor_us: float
     module: nn.Module
-    """One of them."""
+    """An example."""
 
     @property
     def to_floor(self) -> float:
-        """How many times as fast this part would be at its floor."""
+        """How many times as fast this part would be if it reached its floor."""
         return max(1.0, self.us / self.floor_us) if self.floor_us else 1.0
 
 
 @dataclass(frozen=True)
 class Fusable:
-    """Activations behind linear layers that an operator of ours computes with the product."""
+    """Activations after linear layers that a fusewise operator computes together with the GEMM."""
 
     operator: str
     name: str
-    """Of what it would replace."""
+    """Of the modules that the operator would replace."""
     calls: int
     share: float
-    """Of the activations, of the time of all operators or kernels."""
+    """The activations' share of the time of all operators or kernels."""
 
 
 @dataclass(frozen=True)
@@ -69,37 +69,37 @@ class Profile:
     ceilings: Ceilings
     dtype: str
     wall_us: float
-    """A step as a user waits for it, without the profiler."""
+    """Wall time of a step, without the profiler."""
     wall_spread: tuple[float, float]
     work_us: float
-    """In which a kernel (CUDA) or an operator (CPU) ran, in a step."""
+    """The part of a step in which a kernel (CUDA) or an operator (CPU) runs."""
     launches: float
-    """Kernels or operators in a step."""
+    """Kernels or operators per step."""
     kinds: dict[str, float]
-    """µs a step."""
+    """µs per step."""
     conversions: dict[str, tuple[float, float]]
-    """Layout conversions by name: how many a step, and µs."""
+    """Layout conversions by name: count and µs per step."""
     modules: list[ModuleKind]
     outside_us: float
-    """Of work_us, what belongs to no module."""
+    """The part of work_us that belongs to no module."""
     gaps: Gaps | None
     trace: dict = field(repr=False)
     fusable: list[Fusable] = field(default_factory=list)
 
     @property
     def idle(self) -> float:
-        """The share of the wall time in which no kernel, or no operator, ran."""
+        """The share of the wall time in which no kernel or operator runs."""
         return max(0.0, 1 - self.work_us / self.wall_us)
 
 
 def amdahl(share: float, faster: float) -> float:
-    """How many times as fast the whole gets when a share of it gets `faster` times as fast."""
+    """The speed-up of the whole if a share of it gets `faster` times as fast (Amdahl's law)."""
     left = 1 - share + share / faster
     return 1 / left if left > 0 else float("inf")
 
 
 def kinds(pieces: list[Piece]) -> dict[str, float]:
-    """Pieces, here and below: of one step all together."""
+    """µs per kind. Here and below, `pieces` are those of one step."""
     found = dict.fromkeys(KINDS, 0.0)
     for piece in pieces:
         found[piece.kind] += piece.us
@@ -107,7 +107,7 @@ def kinds(pieces: list[Piece]) -> dict[str, float]:
 
 
 def conversions(pieces: list[Piece], steps: int) -> dict[str, tuple[float, float]]:
-    """By name, how many there are in one of `steps` that were recorded, and their time."""
+    """By name: the count per step, from `steps` recorded steps, and the time."""
     found: dict[str, tuple[float, float]] = {}
     for piece in pieces:
         if piece.kind == LAYOUT:
@@ -124,8 +124,8 @@ def module_kinds(
     ceilings: Ceilings,
     dtype: str,
 ) -> list[ModuleKind]:
-    """By class, the longest first; the model itself only where it has no parts. A class inside
-    itself counts once."""
+    """By class, the longest first. The model itself is only listed if it has no submodules. A class
+    nested in itself counts once."""
     modules = dict(model.named_modules())
     total = sum(piece.us for piece in pieces)
     times: dict[type, float] = defaultdict(float)
@@ -151,7 +151,7 @@ def module_kinds(
 def fusable(
     model: nn.Module, pieces: list[Piece], behind: list[tuple[str, str, float]]
 ) -> list[Fusable]:
-    """From what `record.behind_linears` found; the longest first."""
+    """The fusable activations that `record.behind_linears` found, the longest first."""
     modules = dict(model.named_modules())
     total = sum(piece.us for piece in pieces)
     times: dict[str, float] = defaultdict(float)
@@ -169,7 +169,7 @@ def fusable(
 def _operator_for(
     linear: str, behind: str, modules: dict[str, nn.Module]
 ) -> tuple[str, str] | None:
-    """The operator for a linear layer and what is behind it, and the name of what it replaces."""
+    """The operator for a linear layer and the module after it, and the name of what it replaces."""
     try:
         plain_linear(linear, modules[linear])
         if activation_of(behind, modules[behind]) == "identity":

@@ -1,4 +1,4 @@
-"""Which kind of work an operator or a kernel is, from its names."""
+"""Classifies operators and kernels by their names."""
 
 import re
 
@@ -28,7 +28,7 @@ KINDS = (
     OTHER,
 )
 
-# A kernel that is named here is what its name says, whoever launched it.
+# Kernels with these names are of this kind, whichever operator launched them.
 _KERNELS = (
     (
         LAYOUT,
@@ -36,8 +36,9 @@ _KERNELS = (
     ),
     (COPY, r"^Memcpy|^Memset"),
 )
-# Otherwise the operators decide, the innermost and all that it runs for, the first rule first: a
-# copy inside of a convolution is a copy, a sum inside of its backward is the convolution's.
+# Otherwise the operators decide: the innermost one and those that called it. The first rule that
+# matches any of them wins. So a copy inside a convolution is a copy, and a sum inside a
+# convolution's backward is convolution.
 _OPERATORS = (
     (FUSEWISE, r"fusewise::"),
     (LAYOUT, r"aten::contiguous|mkldnn_reorder|to_mkldnn|_to_dense"),
@@ -59,7 +60,7 @@ _OPERATORS = (
     ),
     (COMPILED, r"CompiledF|Torch-Compiled"),
 )
-# Kernels that no operator of torch launched: those of compilers and of others' libraries.
+# Kernels that no torch operator launched: those of compilers and of other libraries.
 _ALONE = (
     (CONVOLUTION, r"conv|wgrad|dgrad|fprop"),
     (PRODUCT, r"gemm|cutlass|xmma|cublas"),
@@ -72,12 +73,12 @@ _ALONE = (
 
 
 def short_name(kernel: str) -> str:
-    """Of a kernel without its template arguments and parameters; of an operator as it is."""
+    """A kernel's name without template arguments and parameters; an operator's name unchanged."""
     return re.split(r"[<(]", kernel.removeprefix("void "))[0]
 
 
 def kind_of(operators: list[str], kernel: str = "") -> str:
-    """`operators` from the innermost outwards; `kernel` is empty on a CPU."""
+    """`operators` from the innermost to the outermost; `kernel` is empty on a CPU."""
     return (
         _first(_KERNELS, [kernel])
         or _first(_OPERATORS, operators)

@@ -1,4 +1,4 @@
-"""The model that a user names, its inputs, and one step of it."""
+"""The model to profile, its inputs, and one step of it."""
 
 import importlib
 import sys
@@ -14,19 +14,19 @@ from .._usage import UsageError
 from ..bench.families.family import DTYPES
 
 _DEFAULT_INPUT = "1,3,224,224"
-# Where the half type of autocast is fast: fp16 is not on CPUs.
+# The dtype for autocast. CPUs are not fast in fp16.
 AMP_DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on its device, and what a step needs."""
+    """A model on its device, and its step."""
 
     model: nn.Module
     step: Callable[[], None]
-    """Forward, and in training backward; every gradient starts from nothing."""
+    """Forward and, in training, backward. The gradients are None before each step."""
     dtype: torch.dtype
-    """Of the matrix products."""
+    """The dtype of the GEMMs."""
 
 
 def make_subject(spec: str, inputs: tuple[str, ...], device: str, train, amp, channels_last):
@@ -49,7 +49,7 @@ def make_subject(spec: str, inputs: tuple[str, ...], device: str, train, amp, ch
 
 
 def load(spec: str) -> nn.Module:
-    """The model of MODULE:FACTORY; the names of torchvision and timm in place of a factory."""
+    """The model of MODULE:FACTORY; for torchvision and timm, FACTORY is the name of a model."""
     module, colon, name = spec.partition(":")
     if not (module and colon and name):
         raise UsageError(f"{spec}: expected MODULE:FACTORY, as in torchvision:resnet50")
@@ -80,7 +80,7 @@ def _factory(module: str, name: str):
         from timm import create_model
 
         return lambda: create_model(name)
-    if str(Path.cwd()) not in sys.path:  # as `python -m` has it
+    if str(Path.cwd()) not in sys.path:  # as with `python -m`
         sys.path.insert(0, str(Path.cwd()))
     imported = importlib.import_module(module)
     if not hasattr(imported, name):
@@ -89,7 +89,7 @@ def _factory(module: str, name: str):
 
 
 def make_input(text: str, device: str, channels_last: bool) -> Tensor:
-    """Random values of the sizes that `text` gives; zeros where it names an integer dtype."""
+    """Random values of the sizes in `text`; zeros for an integer dtype."""
     sizes, _, name = text.partition(":")
     try:
         shape = [int(size) for size in sizes.split(",")]
@@ -108,7 +108,7 @@ def make_input(text: str, device: str, channels_last: bool) -> Tensor:
 
 
 def _step(model: nn.Module, values: list[Tensor], device: str, train: bool, amp: bool):
-    starts: list[Tensor] = []  # what backward starts from, made once
+    starts: list[Tensor] = []  # the outputs' gradients, from which backward starts; made once
 
     def forward():
         with torch.autocast(device, AMP_DTYPES[device], enabled=amp):
@@ -133,12 +133,12 @@ def _step(model: nn.Module, values: list[Tensor], device: str, train: bool, amp:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """In which it mostly computes, of those whose rate can be measured."""
+    """The dtype that the model mostly computes in, of those whose rate can be measured."""
     found = (p.dtype for p in model.parameters() if str(p.dtype).removeprefix("torch.") in DTYPES)
     return next(found, torch.float32)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The error's message in one line."""
     said = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {said[0]}"[:300]

@@ -1,4 +1,4 @@
-"""One recording of a step under torch's profiler: each piece of time with its kind and module."""
+"""Records a step under torch's profiler and assigns each piece of time to a kind and a module."""
 
 import gzip
 import json
@@ -19,26 +19,26 @@ from .kinds import LAYOUT, kind_of
 
 _MARK = "module: "
 _ENGINE = "autograd::engine::evaluate_function"
-_FUNCTION, _BACKWARD = 0, 1  # RecordScope of torch
+_FUNCTION, _BACKWARD = 0, 1  # torch's RecordScope
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Time that one operator (CPU) or kernel (CUDA) took itself."""
+    """The time that one operator (CPU) or kernel (CUDA) took by itself, without its children."""
 
     us: float
     kind: str
     name: str
-    """Of the operator, or of the kernel."""
+    """The name of the operator or kernel."""
     modules: tuple[str, ...]
-    """Names of the modules that it ran for, the innermost first; empty where that is unknown."""
+    """Names of the modules that it ran for, the innermost first; empty if unknown."""
     counts: bool = True
-    """Whether it is a piece of work of its kind by itself, not a part of one."""
+    """False if it is only a part of a piece of work of its kind."""
 
 
 @dataclass
 class Work:
-    """What all calls of one module in a step must at least move and compute."""
+    """The least that all calls of one module in a step must move and compute."""
 
     calls: int = 0
     bytes: int = 0
@@ -49,21 +49,24 @@ class Work:
 class Recording:
     pieces: list[Piece]
     busy: list[tuple[float, float]]
-    """When kernels ran on the GPU, start and end in µs."""
+    """When kernels ran on the GPU: start and end in µs."""
     us: float
-    """From the start of the first step to the end of the last, by the wall's clock."""
+    """Wall time from the start of the first step to the end of the last."""
     trace: dict
-    """For Perfetto."""
+    """The trace, for Perfetto."""
 
 
 def record(subject, steps: int, device: str, marked: bool) -> Recording:
-    """Several steps under torch's profiler. `marked`: every module's forward is a named range, so
-    that pieces know their modules; that costs time on the host."""
+    """Records several steps under torch's profiler.
+
+    With `marked`, every module's forward becomes a named range, so that pieces can be assigned to
+    modules. That costs host time.
+    """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     with _marks(subject.model) if marked else nullcontext():
         with profile(activities=activities, acc_events=True):
-            subject.step()  # the first recording starts the profiler itself
+            subject.step()  # the first recording includes the profiler's own start-up
         with profile(activities=activities, acc_events=True) as recording:
             wait()
             begin = time.perf_counter()
@@ -77,12 +80,12 @@ def record(subject, steps: int, device: str, marked: bool) -> Recording:
 
 
 def count_work(subject) -> dict[str, Work]:
-    """By the module's name: calls, bytes and operations of one step, backward included.
+    """Calls, bytes and operations of one step for each module, by name, including backward.
 
-    Forward reads the inputs and parameters and writes the outputs. Backward reads inputs,
-    parameters and the outputs' gradients, and writes the gradients of those that need one.
-    Operations are those of convolutions and linear layers: what else there is, is few beside
-    its bytes, and a count too low is still a floor.
+    Forward reads inputs and parameters and writes outputs. Backward reads inputs, parameters and
+    the outputs' gradients, and writes the gradients that are needed. Only the operations of
+    convolutions and linear layers are counted. Other modules have few operations compared with
+    their bytes, and a count that is too low still gives a valid floor.
     """
     found: dict[str, Work] = defaultdict(Work)
     hooks = []
@@ -98,11 +101,11 @@ def count_work(subject) -> dict[str, Work]:
             found[name].bytes += 2 * once + _bytes(learned) if backward else once
             if not isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
                 return
-            # Each of forward, the input's and the weight's gradient is one such product.
+            # Forward, the input's gradient and the weight's gradient take one such product each.
             product = 2 * outputs[0].numel() * module.weight[0].numel()
             gradients = inputs[0].requires_grad + module.weight.requires_grad
             operations = product * (1 + gradients if backward else 1)
-            while True:  # of all modules that it is in
+            while True:  # also for all modules that contain it
                 found[name].operations += operations
                 if not name:
                     break
@@ -118,11 +121,14 @@ def count_work(subject) -> dict[str, Work]:
 
 
 def behind_linears(subject) -> list[tuple[str, str, float]]:
-    """For each call in a step of a module with what a `torch.nn.Linear` gave: the names of the
-    layer and of that module, and which share of the module's calls this one is."""
+    """Every call, in a step, of a module on the output of a `torch.nn.Linear`.
+
+    For each: the name of the linear layer, the name of the module, and 1 / the number of calls of
+    that module.
+    """
     pairs: list[tuple[str, str]] = []
     calls: Counter[str] = Counter()
-    given: dict[int, tuple[str, torch.Tensor]] = {}  # by the output's id, which it keeps in use
+    given: dict[int, tuple[str, torch.Tensor]] = {}  # by id; kept so that no id is reused
     hooks = []
     for name, module in subject.model.named_modules():
 
@@ -146,7 +152,7 @@ def behind_linears(subject) -> list[tuple[str, str, float]]:
 
 
 class _marks:
-    """While entered, every module's forward is a named range in the recording."""
+    """A context in which every module's forward is a named range in the recording."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -180,7 +186,7 @@ def _operators(events) -> list[Piece]:
         if event.device_type != DeviceType.CPU or not (chain := _chain(event)):
             continue
         kind, name = kind_of(chain), chain[0]
-        if kind == LAYOUT:  # copies inside of it say nothing; who wanted it does
+        if kind == LAYOUT:  # name what asked for the conversion, not the copies inside it
             converting = next(name for name in chain if kind_of([name]) == LAYOUT)
             name = f"{converting} in {chain[-1]}" if converting != chain[-1] else converting
         counts = kind_of(chain[:1]) == kind
@@ -198,9 +204,9 @@ def _kernels(events) -> list[Piece]:
         found += [
             Piece(kernel.duration, kind_of(chain, kernel.name), kernel.name, modules(event))
             for kernel in event.kernels
-            if kernel.name != event.name  # a range's own shadow on the GPU
+            if kernel.name != event.name  # skips the range's own copy on the GPU timeline
         ]
-    # What a CUDA graph or a foreign library launched is tied to no operator.
+    # Kernels launched by a CUDA graph or by another library belong to no operator.
     known = Counter((piece.name, piece.us) for piece in found)
     for event in _on_gpu(events):
         key = (event.name, event.time_range.end - event.time_range.start)
@@ -220,9 +226,9 @@ def _on_gpu(events) -> list:
 
 
 def _busy(events) -> list[tuple[float, float]]:
-    """The times in which some kernel or copy ran, in order, overlaps joined."""
+    """The times in which a kernel or copy ran, in order, with overlaps merged."""
     joined: list[tuple[float, float]] = []
-    for event in _on_gpu(events):  # in the order of their starts
+    for event in _on_gpu(events):  # sorted by start
         start, end = event.time_range.start, event.time_range.end
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
@@ -232,7 +238,7 @@ def _busy(events) -> list[tuple[float, float]]:
 
 
 def _chain(event) -> list[str]:
-    """Names of the operator and of those it runs for, up to the module or autograd's engine."""
+    """The names of the operator and its callers, up to the module or autograd's engine."""
     names = []
     while event is not None and not _is_border(event):
         names.append(event.name)
@@ -245,9 +251,12 @@ def _is_border(event) -> bool:
 
 
 def _module_finder(events):
-    """A function from an event to the modules around it. What backward runs belongs to the modules
-    of the forward operator with the same sequence number; of several such operators only the last
-    made the node of the graph, the others merely saw its number."""
+    """A function from an event to the modules that it ran for.
+
+    An event in backward belongs to the modules of the forward operator with the same sequence
+    number. Several forward operators can have that number. Only the last one created the autograd
+    node; the others merely read the counter.
+    """
     forward = {}
     for event in events:
         if event.scope == _FUNCTION and event.sequence_nr >= 0 and not _node(event):
@@ -270,7 +279,7 @@ def _module_finder(events):
 
 
 def _node(event):
-    """The node of autograd's graph that an event is, or runs for, in backward."""
+    """The autograd node that an event in backward is, or runs inside of; None in forward."""
     while event is not None:
         in_backward = event.scope == _BACKWARD or event.name.startswith(_ENGINE)
         if in_backward and event.sequence_nr >= 0:
@@ -280,7 +289,7 @@ def _node(event):
 
 
 def _trace(recording) -> dict:
-    """As the profiler exports it, without the name of the file that it was exported to."""
+    """The profiler's trace, without the name of the temporary file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recording.export_chrome_trace(str(path))

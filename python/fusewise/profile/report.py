@@ -1,4 +1,4 @@
-"""A profile on the terminal, as a page, and as a trace."""
+"""Shows a profile on the terminal, and writes it as a page and as a trace."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ def show(profile: Profile) -> None:
 
 
 def write(profile: Profile, folder: Path) -> list[Path]:
-    """The trace and, where matplotlib and jinja2 are there, the page and its plots."""
+    """Writes the trace and, if matplotlib and jinja2 are installed, the page and its plots."""
     written = [folder / "trace.json.gz"]
     write_trace(profile.trace, written[0])
     try:

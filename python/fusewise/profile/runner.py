@@ -1,4 +1,4 @@
-"""One profile, from the name of a model to its `Profile`."""
+"""Makes a `Profile` from the name of a model."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ from . import analysis
 from .model import make_subject
 from .record import Recording, behind_linears, count_work, record
 
-_SECONDS = 3.0  # for the recorded steps together
+_SECONDS = 3.0  # for all recorded steps together
 _MOST_STEPS = 5
 
 
@@ -25,16 +25,16 @@ class Options:
     model: str
     inputs: tuple[str, ...] = ()
     device: str = ""
-    """"cpu" or "cuda"; empty: the GPU where torch has one."""
+    """"cpu" or "cuda". Empty: the GPU if torch has one."""
     train: bool = False
     amp: bool = False
     channels_last: bool = False
     arguments: tuple[str, ...] = ()
-    """The command line, to be written down."""
+    """The command line, stored with the profile."""
 
 
 def run(options: Options, progress: Progress) -> analysis.Profile:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every missing GPU
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it reports every missing GPU
     device = _device(options.device)
     if device == "cpu":
         keep_memory()
@@ -56,7 +56,7 @@ def run(options: Options, progress: Progress) -> analysis.Profile:
     progress.advance()
     progress.now("steps under the profiler")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the profiler, about itself
+        warnings.simplefilter("ignore")  # the profiler's warnings about itself
         plain = record(subject, steps, device, marked=False)
         marked = record(subject, steps, device, marked=True)
     progress.advance()
@@ -67,7 +67,7 @@ def run(options: Options, progress: Progress) -> analysis.Profile:
         )
 
     work_us = _work_us(plain, times["median"], steps, device)
-    # Recorded operators take longer than others. What each is of all of them, is kept.
+    # Recording makes operators slower. Only their shares are kept, scaled to the unrecorded time.
     scale = work_us / sum(piece.us for piece in marked.pieces)
     pieces = [replace(piece, us=piece.us * scale) for piece in marked.pieces]
     return analysis.Profile(
@@ -95,14 +95,14 @@ def run(options: Options, progress: Progress) -> analysis.Profile:
 
 
 def _work_us(plain: Recording, wall_us: float, steps: int, device: str) -> float:
-    """Of a step of `wall_us`, the time in which a kernel or an operator runs."""
-    if device == "cuda":  # kernels take as long as ever under the profiler
+    """The part of a step of `wall_us` in which a kernel or an operator runs."""
+    if device == "cuda":  # the profiler does not slow kernels down
         return sum(end - start for start, end in plain.busy) / steps
     return wall_us * sum(piece.us for piece in plain.pieces) / plain.us
 
 
 def _device(device: str) -> str:
-    """Any model may be profiled where torch has a GPU, with or without fusewise's kernels."""
+    """Profiling only needs torch's GPU support; fusewise's own kernels need not run there."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: no GPU was found; --device cpu profiles on the CPU")
     return device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""What every command shares to show its findings: tables, pages, nothing of what is in them."""
+"""Tables, pages and terminal output, shared by all commands."""
 
 from .page import Bars, Plot, Section, Tile, write_page
 from .table import Table, markdown_table

@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: style, script and plots are inside it."""
+"""Writes a self-contained HTML file: style, script and plots are embedded."""
 
 import base64
 import io
@@ -11,33 +11,34 @@ from .table import Table, tone
 @dataclass(frozen=True)
 class Plot:
     name: str
-    """Of the PNG beside the page."""
+    """The name of the PNG file next to the page."""
     caption: str
     figure: object
     """A matplotlib figure."""
 
     @property
     def svg(self) -> str:
-        """For the page, base64 of the drawing; as an image of its own, its ids meet no others."""
+        """The drawing in base64. As an image of its own, its ids cannot clash with others."""
         buffer = io.BytesIO()
-        # Transparent: the page shows through, and inverts what is drawn where it is dark.
+        # Transparent, because the page's background shows through and dark mode inverts the
+        # drawing.
         self.figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
         return base64.b64encode(buffer.getvalue()).decode()
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure that is read before all others, and how many rows are behind it."""
+    """A headline figure, and the counts of the rows behind it."""
 
     value: str
     label: str
     counts: dict[str, int]
-    """"faster", "same" and "slower"."""
+    """The number of "faster", "same" and "slower" rows."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Ratios as bars in groups, with a line at 1."""
+    """Ratios as grouped bars, with a line at 1."""
 
     title: str
     groups: dict[str, dict[str, float]]
@@ -49,7 +50,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Section:
-    """What stands under one heading."""
+    """A heading and its contents."""
 
     title: str
     lines: list[str] = field(default_factory=list)
@@ -58,15 +59,15 @@ class Section:
     tiles: list[Tile] = field(default_factory=list)
     bars: list[Bars] = field(default_factory=list)
     box: str = ""
-    """A class of the style: "bad" sets the section into a red frame."""
+    """A CSS class: "bad" puts the section into a red frame."""
     folded: bool = False
-    """Only its heading is seen until a reader opens it."""
+    """Only the heading is visible until the reader opens it."""
 
 
 def write_page(
     path: Path, title: str, command: str, facts: dict[str, object], sections: list[Section]
 ) -> None:
-    """`facts`, the environment and what else one must know, come last; needs jinja2."""
+    """Writes the page. `facts` (the environment and measured rates) come last. Needs jinja2."""
     import jinja2
 
     environment = jinja2.Environment(

@@ -1,8 +1,8 @@
-"""A table, its colours, and its form in Markdown."""
+"""A table, its colours and its Markdown form."""
 
 from dataclasses import dataclass
 
-# The words that give a cell or a line its colour, wherever it is shown.
+# Words that colour a cell or a line, in every output format.
 _BAD = ("SLOWER", "WORSE", "WRONG", "FAILED", "NOT MEASURED", "INTERRUPTED", "BUSY MACHINE")
 _GOOD = ("faster", "better", "right")
 
@@ -13,13 +13,13 @@ class Table:
     header: list[str]
     rows: list[list[str]]
     text_columns: int = 1
-    """So many columns from the left are words; the others are figures, to the right."""
+    """The number of leading columns that hold text. The others hold right-aligned figures."""
     keep: int | None = None
-    """So many columns from the left are shown on every terminal, the others where there is room;
-    None: all."""
+    """The number of leading columns that are always shown. The others are shown if there is room.
+    None: show all."""
 
     def without_empty_columns(self) -> "Table":
-        """Without the columns of figures in which no row has one."""
+        """Drops the columns of figures that have no figure in any row."""
         full = [
             column < self.text_columns
             or any(character.isdigit() for row in self.rows for character in row[column])

@@ -1,4 +1,4 @@
-"""Tables and lines on a terminal of any width; Markdown where the output is none."""
+"""Shows tables and lines on a terminal of any width; prints Markdown if it is not a terminal."""
 
 import os
 import shutil
@@ -9,13 +9,13 @@ from itertools import zip_longest
 from .table import Table, markdown_table, tone
 
 _GAP = 2
-_SHORT = 16  # of a cell of words
+_SHORT = 16  # length of a text cell that is not broken
 _COLOURS = {"bad": "\033[1;31m", "good": "\033[32m"}
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 
 
 def show(*parts: Table | str) -> None:
-    """One after the other."""
+    """Shows the parts one after the other."""
     if not sys.stdout.isatty():
         for part in parts:
             print(part if isinstance(part, str) else "\n".join(markdown_table(part)))
@@ -27,7 +27,7 @@ def show(*parts: Table | str) -> None:
 
 
 def lines(part: Table | str, width: int, colour: bool = False) -> list[str]:
-    """None is wider than `width`, and words stay whole where they fit at all."""
+    """Lines no wider than `width`. Words are only cut if they do not fit at all."""
     if isinstance(part, str):
         found = textwrap.wrap(part, width, break_on_hyphens=False) or [""]
         return [_painted(line, "bad" if tone(part) == "bad" else "", colour) for line in found]
@@ -42,11 +42,11 @@ def lines(part: Table | str, width: int, colour: bool = False) -> list[str]:
 
 
 def _that_fit(table: Table, width: int) -> Table:
-    """The columns that are always shown, and of the others, from the left, those with room."""
+    """The columns that are always shown, then the others from the left as long as there is room."""
     if table.keep is None:
         return table
     natural = _natural(table)
-    natural[0] = min(natural[0], 2 * width // 5)  # a long name may be cut, a column not
+    natural[0] = min(natural[0], 2 * width // 5)  # a long name may be cut, but not a whole column
     chosen = list(range(table.keep))
     for column in range(table.keep, len(natural)):
         if sum(natural[i] + _GAP for i in [*chosen, column]) - _GAP <= width:
@@ -59,7 +59,7 @@ def _natural(table: Table) -> list[int]:
 
 
 def _least(table: Table) -> list[int]:
-    """Sentences and headings may break between words, figures and short words may not."""
+    """The least widths: sentences and headings may wrap, figures and short texts may not."""
     found = []
     for column, (heading, *cells) in enumerate(zip(table.header, *table.rows, strict=True)):
         sentences = column < table.text_columns and max(map(len, cells)) > _SHORT
@@ -70,7 +70,7 @@ def _least(table: Table) -> list[int]:
 
 
 def _widths(table: Table, width: int) -> list[int]:
-    """Columns that lack least get what they want first; the longest take the rest."""
+    """Column widths. Those that lack least get their full width first; the longest get the rest."""
     widths, natural = _least(table), _natural(table)
     spare = width - sum(widths) - _GAP * (len(widths) - 1)
     wanting = sorted(range(len(widths)), key=lambda i: natural[i] - widths[i])
@@ -78,7 +78,7 @@ def _widths(table: Table, width: int) -> list[int]:
         more = min(natural[column] - widths[column], max(spare, 0))
         widths[column] += more
         spare -= more
-    while spare < 0:  # not even the words fit
+    while spare < 0:  # too narrow even for whole words
         widths[widths.index(max(widths))] -= 1
         spare += 1
     return widths
@@ -104,7 +104,7 @@ def _row(row: list[str], table: Table, widths: list[int], colour: bool) -> list[
 
 
 def _cut(name: str, width: int) -> str:
-    """Without its middle: the end of a name tells as much as its beginning."""
+    """Cuts out the middle, because the end of a name says as much as its beginning."""
     if len(name) <= width:
         return name
     end = (width - 1) // 2
@@ -112,7 +112,7 @@ def _cut(name: str, width: int) -> str:
 
 
 def _broken(cell: str, width: int) -> list[str]:
-    """Between words; a word that is too long is cut."""
+    """Wraps between words; a word that is too long is cut."""
     found = textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
     return [_cut(line, width) for line in found] or [""]
 

@@ -1,4 +1,4 @@
-"""The operator families that the benchmark knows. A new one adds its module and a line here."""
+"""The operator families of the benchmark. A new family adds its module and one line here."""
 
 from . import autoencoder, linear_act, mlp, squeeze_excite
 from .family import Family

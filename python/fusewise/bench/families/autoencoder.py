@@ -1,4 +1,4 @@
-"""SpectralShapeAutoencoder: what is compared, with what, and what it costs at least."""
+"""SpectralShapeAutoencoder in the benchmark: its baselines, its reference and its floor."""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,14 +39,14 @@ WEIGHTS = (
     "decoder_bias",
 )
 OUTPUTS = ("reconstruction", "latent", "score")
-# What a train step minimises: mse_loss of the reconstruction, or the mean of the scores. They are
-# one function; the second never writes the reconstruction.
+# The loss of a train step: mse_loss of the reconstruction, or the mean of the scores. Both are the
+# same function, but the second one never writes the reconstruction to memory.
 LOSSES = ("mse_loss", "mean_score")
-_ROWS = 4096  # that the reference takes together: in fp64, with every sum of |terms|, they are 1 GB
+_ROWS = 4096  # rows per chunk of the reference: in fp64, with all sums of |terms|, 1 GB
 
 
 def shapes(n_mels, frames, latent, slice_latent) -> dict[str, tuple[int, ...]]:
-    """Of every weight, by name."""
+    """The shape of every weight, by name."""
     sizes = {"M": n_mels, "L": latent, "S": slice_latent, "FS": frames * slice_latent}
     letters = ("M", "M", "S M", "S", "L FS", "L", "L", "L L", "L", "M S", "M")
     return {
@@ -56,7 +56,7 @@ def shapes(n_mels, frames, latent, slice_latent) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(n_mels, frames, latent, slice_latent, draw) -> list[Tensor]:
-    """Weights of a size that keeps all activations near 1; `draw(shape, scale)` makes each."""
+    """Weights scaled to keep all activations near 1; `draw(shape, scale)` makes each of them."""
     found = []
     for name, shape in shapes(n_mels, frames, latent, slice_latent).items():
         linear = name.endswith("weight") and len(shape) == 2
@@ -65,8 +65,8 @@ def random_weights(n_mels, frames, latent, slice_latent, draw) -> list[Tensor]:
 
 
 def eager(x, *weights, output="reconstruction"):
-    """The model as one would write it, in torch's own operators; no more than the output asks for
-    is computed or held."""
+    """The model as one would write it in torch's own operators. It computes and holds only what the
+    output needs."""
     g, b, we, be, basis, g2, b2, wm, bm, wd, bd = weights
     mels, slices, latent = we.shape[1], we.shape[0], basis.shape[0]
     frames = basis.shape[1] // slices
@@ -85,7 +85,7 @@ def eager(x, *weights, output="reconstruction"):
 
 
 def _steps(x, g, b, we, be, basis, g2, b2, wm, bm, wd, bd) -> dict[str, Tensor]:
-    """The same in fp64 for the reference: every value on the way, by name."""
+    """The same for the fp64 reference: every intermediate value, by name."""
     mels, slices, latent = we.shape[1], we.shape[0], basis.shape[0]
     frames = basis.shape[1] // slices
     slots = x.reshape(x.shape[0], frames, mels)
@@ -117,7 +117,7 @@ def build(case: Case, device: str, buffers: int) -> Workload:
     def data(learned):
         if case.layout == "contiguous":
             return random((rows, frames * mels), learned=learned)
-        # As a spectrogram lies: the frames of a band side by side.
+        # The layout of a spectrogram: the frames of a mel band are adjacent in memory.
         return random((rows, mels, frames), learned=False).transpose(1, 2).requires_grad_(learned)
 
     wide = torch.float64 if case.dtype == torch.float64 else torch.float32
@@ -154,7 +154,7 @@ def _losses(output: str) -> dict[str, Callable]:
 
     def mean_score(x, *weights):
         score = autoencoder(x, *weights, output="score")
-        return score.mean().to(x.dtype)  # as mse_loss gives it
+        return score.mean().to(x.dtype)  # the dtype that mse_loss returns
 
     def eager_loss(x, *weights):
         return F.mse_loss(eager(x, *weights), x)
@@ -163,8 +163,11 @@ def _losses(output: str) -> dict[str, Callable]:
 
 
 def _more_baselines(case: Case, workload: Workload, device: str) -> dict[str, Callable | str]:
-    """Those that are not for every case. To compile takes longer than all the rest together, so it
-    is done only where the sizes are the model's own and the precision is torch's own."""
+    """Baselines that only some cases have.
+
+    Compiling takes longer than everything else together. It is only done for the model's default
+    sizes and torch's default precision.
+    """
     output = case.extra["output"]
     sizes = (*case.shape[1:], case.extra["latent"], case.extra["slice_latent"])
     usual = case.dtype_name == "float32" and sizes == (5, 64, 32, 64)
@@ -176,7 +179,7 @@ def _more_baselines(case: Case, workload: Workload, device: str) -> dict[str, Ca
     elif device != "cuda":
         found[REDUCE_OVERHEAD] = "GPU only"
     else:
-        for weight in workload.weights:  # as a module's parameters: not copied for every call
+        for weight in workload.weights:  # like a module's parameters: not copied for every call
             keep_address_when_compiled(weight)
         found[REDUCE_OVERHEAD] = torch.compile(
             workload.functions["eager"], mode="reduce-overhead", dynamic=False
@@ -199,7 +202,7 @@ def reference(case: Case, workload: Workload) -> dict[str, Expected]:
 
 
 def expected(x, *weights_and_gradient, output="reconstruction") -> dict[str, Expected]:
-    """The output and the gradient of x and of every weight, by name, with their scales; in fp64."""
+    """The output and the gradients of x and all weights, by name, with their scales; in fp64."""
     *weights, gradient = (t.detach() for t in weights_and_gradient)
     wide = [t.double().requires_grad_() for t in weights]
     names = (output, "dx", *(f"d{name}" for name in WEIGHTS))
@@ -233,7 +236,7 @@ def expected(x, *weights_and_gradient, output="reconstruction") -> dict[str, Exp
     for name, (value, last, inside) in sums.items():
         values[name] = value
         sizes[name] = largest(last), largest(inside)
-    # What float32 weights beside half x get is computed in x's dtype.
+    # Gradients of float32 weights are computed in x's dtype if x is in half precision.
     dtypes = dict.fromkeys(names, x.dtype)
     mixed = x.dtype != weights[0].dtype
     if output == "score" and not mixed:
@@ -247,9 +250,11 @@ def expected(x, *weights_and_gradient, output="reconstruction") -> dict[str, Exp
 
 
 def _terms(x, weights, steps, gradient, d, output) -> dict[str, tuple[Tensor, Tensor]]:
-    """The sums of |terms| behind the elements of every output: of the outermost sum, and of the
-    sums inside that. Upper-case names are sums of |terms|, propagated to first order; `d` has the
-    gradients of the values on the way.
+    """The sums of |terms| behind the elements of every output: the outermost sum's, and those of
+    the sums inside it.
+
+    Upper-case names are sums of |terms|, propagated to first order. `d` has the gradients of the
+    intermediate values.
     """
     g, _, we, be, basis, g2, b2, wm, bm, wd, bd = (t.abs() for t in weights)
     b = weights[1].abs()
@@ -259,7 +264,7 @@ def _terms(x, weights, steps, gradient, d, output) -> dict[str, tuple[Tensor, Te
     slots = x.reshape(steps["y"].shape).abs()
 
     def norm(values, weight, bias, like):
-        """Of a LayerNorm: its sums of |terms|, those of the normalised value, and 1 / deviation."""
+        """Of a LayerNorm: sums of |terms| of output and normalised value, and 1 / deviation."""
         scale = (like.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
         normal = (values + values.mean(-1, keepdim=True)) * scale
         return normal * weight + bias, normal, scale
@@ -309,7 +314,7 @@ def _terms(x, weights, steps, gradient, d, output) -> dict[str, tuple[Tensor, Te
         return a.flatten(0, -2).T @ b.flatten(0, -2)
 
     def to_basis(last):
-        """Through the length of each row."""
+        """Through the normalisation of each row to length one."""
         return (last + unit * (unit * last).sum(1, keepdim=True)) / length
 
     outputs = {
@@ -344,10 +349,13 @@ def _terms(x, weights, steps, gradient, d, output) -> dict[str, tuple[Tensor, Te
 
 
 def _scale(value: float, last: float, inside: float, dtype: torch.dtype, data: torch.dtype):
-    """The sums inside count for a 256th, as errors average out over six layers, but for no more
-    than eight times the outermost sum, which would let zeros pass. In float32 they count for a
-    1024th at least: a norm of few values cancels most of what is behind it. In float64 they count
-    whole, as the reference rounds, too."""
+    """The rule's scale, with the inner sums weighted down.
+
+    They count for a 256th, because errors average out over six layers, but for at most eight times
+    the outermost sum; otherwise an all-zero result would pass. In float32 they count for at least a
+    1024th, because a norm over few values cancels most of what it is computed from. In float64 they
+    count in full, because the reference rounds too.
+    """
     if data == torch.float64:
         return scale(value, last, inside, dtype)
     least = inside / 1024 if data == torch.float32 else 0.0
@@ -366,9 +374,9 @@ def _weight_bytes(case: Case) -> int:
 
 
 def traffic(case: Case, mode: str) -> Traffic:
-    """Forward reads x and writes the output; backward reads the gradient, and x again, and writes
-    dx and the gradients of the weights. The reconstruction is as large as x, a score is a float32
-    at least. A train step could do all with one look at x."""
+    """Forward reads x and writes the output. Backward reads the gradient and again x, and writes dx
+    and the gradients of the weights. The reconstruction is as large as x; a score has at least 4
+    bytes. A train step could do everything in one pass over x."""
     rows, frames, mels = case.shape
     itemsize, weights = case.dtype.itemsize, _weight_bytes(case)
     x = rows * frames * mels * itemsize
@@ -381,8 +389,8 @@ def traffic(case: Case, mode: str) -> Traffic:
 
 
 def operations(case: Case, mode: str) -> int:
-    """Of the matrix products; each layer before the decoder has one forward and two backward, and a
-    train step leaves out the one for dx."""
+    """Those of the GEMMs. Each layer before the decoder has one in forward and two in backward; a
+    train step omits the one for dx."""
     rows, frames, mels = case.shape
     latent, slices = case.extra["latent"], case.extra["slice_latent"]
     encoder = rows * frames * mels * slices
@@ -393,12 +401,14 @@ def operations(case: Case, mode: str) -> int:
 
 
 def _decoder_products(rows, frames, mels, latent, slices, backward: bool) -> int:
-    """The fewest multiplications from z to y and back. One way goes through r = z @ basis. The
-    other folds the decoder with the basis first: that depends on weights alone, so it may be kept
-    from call to call and is free here. Backward may take either way for each of its results.
+    """The fewest multiplications from z to y and back.
 
-    Of a train step's loss the square could be expanded, which saves one product more; but where
-    the reconstruction is good, the sum cancels.
+    There are two ways. One goes through r = z @ basis. The other first folds the decoder into the
+    basis. The folded matrix depends only on weights and could be kept from call to call, so it is
+    free here. In backward, each result may use either way.
+
+    In a train step, expanding the square of the loss would save one more GEMM. It is not counted,
+    because the expanded sum cancels when the reconstruction is good.
     """
     through_slices = rows * frames * slices
     folded = rows * frames * mels * latent
@@ -409,7 +419,7 @@ def _decoder_products(rows, frames, mels, latent, slices, backward: bool) -> int
         "dr": through_slices * mels,
         "dfolded": folded,
     }
-    # Of each result the ways: what it needs first, and its own product.
+    # For each result, the possible ways: the shared product that it needs, and its own cost.
     y = (("r", through_slices * mels), ("folded", folded))
     dz = (("dr", through_slices * latent), ("folded", folded))
     ddecoder = (("r", through_slices * mels), ("dfolded", of_weights))

@@ -1,4 +1,4 @@
-"""What a family of operators gives to the benchmark."""
+"""The interface between an operator family and the benchmark."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from ..accuracy import Expected, Results
 
 FORWARD = "forward"
 BOTH = "forward+backward"
-STEP = "train step"  # gradients to None, a loss, backward; no optimizer
+STEP = "train step"  # gradients set to None, loss, backward; no optimizer
 MODES = (FORWARD, BOTH)
 
-# Baselines of some families, on a GPU only.
+# Baselines that only some families have, on a GPU only.
 REDUCE_OVERHEAD = "reduce-overhead"  # torch.compile(mode="reduce-overhead")
-GRAPHED = "graphed"  # ours, captured in a CUDA graph as a whole
+GRAPHED = "graphed"  # ours, captured as a whole in a CUDA graph
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-TF32 = "tf32"  # float32, with torch set to use TF32 in its products
+TF32 = "tf32"  # float32 data, with torch set to use TF32 in its GEMMs
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
@@ -31,10 +31,10 @@ class Case:
     dtype_name: str
     layout: str = "contiguous"
     group: str | None = None
-    """Cases of one group are also summed up, each `count` times."""
+    """Cases of one group are also summed, each counted `count` times."""
     count: int = 1
     extra: dict[str, int | str] = field(default_factory=dict, hash=False)
-    """What only the family understands."""
+    """Parameters that only the family knows."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,7 +46,7 @@ class Case:
 
     @contextlib.contextmanager
     def precision(self):
-        """Torch set as the case wants it, for everything that is run on it."""
+        """Sets torch's TF32 switch as the case requires, for everything that runs on it."""
         matmul = torch.backends.cuda.matmul
         before = matmul.fp32_precision
         matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
@@ -62,33 +62,37 @@ class Case:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that a call touches, each counted once. What a fused operator can keep on the chip,
-    such as hidden activations, is not among them."""
+    """The bytes that a call touches, each counted once.
+
+    Hidden activations and whatever else a fused operator can keep on the chip are not included.
+    """
 
     data: int
-    """Inputs and outputs, and the gradients of all: other memory for every buffer."""
+    """Inputs, outputs and all gradients. Every buffer has its own memory for them."""
     weights: int
-    """The same memory for every call."""
+    """Weights, which every call reads from the same memory."""
     again: int = 0
-    """Of both, what backward reads a second time."""
+    """The part of `data` and `weights` that backward reads a second time."""
 
 
 @dataclass
 class Workload:
-    """One case, ready to run: `function(*inputs[i], *weights)` gives the output, or for a train
-    step the loss, which is learned by the weights alone."""
+    """One case, ready to run. `function(*inputs[i], *weights)` returns the output.
+
+    For a train step it returns the loss, and only the weights get gradients.
+    """
 
     inputs: list[tuple[Tensor, ...]]
-    """One tuple for each rotating buffer."""
+    """One tuple per rotating buffer."""
     gradients: list[Tensor]
-    """What backward starts from, one for each buffer."""
+    """The output's gradient, from which backward starts; one per buffer."""
     weights: tuple[Tensor, ...]
     functions: dict[str, Callable | str]
-    """"fusewise", "eager" and the family's own baselines; a string says why one is not there."""
+    """"fusewise", "eager" and the family's own baselines. A string says why one is missing."""
     forward_only: frozenset[str] = frozenset()
-    """Baselines that have no gradient."""
+    """Baselines without a backward."""
     unchecked: frozenset[str] = frozenset()
-    """Those that compute something else, less, and are there to be compared in time alone."""
+    """Baselines that compute something else, and less. They are timed but not checked."""
 
 
 def both_modes(case: Case) -> tuple[str, ...]:
@@ -99,26 +103,31 @@ def both_modes(case: Case) -> tuple[str, ...]:
 class Family:
     name: str
     rank: int | None
-    """How many sizes the shape of a case has; None: three or more."""
+    """How many sizes the shape of a case has. None: three or more."""
     extra: dict[str, tuple[str, ...] | None]
-    """What a case must say beside its shape: one of some texts, or a positive number."""
+    """Further fields of a case: one of these strings each, or for None a positive number."""
     build: Callable[[Case, str, int], Workload]
-    """From the case, the device and the number of buffers."""
+    """Makes the workload from the case, the device and the number of buffers."""
     reference: Callable[[Case, Workload], dict[str, Expected]]
-    """The output and every gradient, those of inputs first, then those of weights, for the first
-    buffer, in fp64 (fp32 for half data of large size). Of a train step, inputs have none."""
+    """The output and all gradients on the first buffer: those of the inputs, then of the weights.
+
+    In fp64; large half-precision data in fp32. In a train step the inputs have no gradients.
+    """
     traffic: Callable[[Case, str], Traffic]
-    """What a mode must touch."""
+    """The bytes that a mode has to touch."""
     operations: Callable[[Case, str], int]
-    """The fewest additions and multiplications of a mode."""
+    """The fewest additions and multiplications that a mode needs."""
     checked: tuple[Case, ...]
-    """What `fusewise check` runs in every dtype and layout: small, and odd where it matters."""
+    """The cases of `fusewise check`, run in every dtype and layout: small, with some odd sizes."""
     tiny: Case
-    """What `fusewise bench overhead` runs: so small that a call takes the host's time alone."""
+    """The case of `fusewise bench overhead`: so small that only host time matters."""
     layouts: tuple[str, ...] = ("contiguous",)
     baselines: tuple[str, ...] = ()
-    """Of its own, beside those that every family has."""
+    """Its own baselines, in addition to those of all families."""
     modes: Callable[[Case], tuple[str, ...]] = both_modes
-    """In which a case is measured."""
+    """The modes in which a case is measured."""
     given: Callable[[Case, Workload, Results, list[Tensor]], Results] | None = None
-    """What is right for one call that took decisions of its own, from what it kept for backward."""
+    """Adapts the expected results to a call's own decisions at relu's kink.
+
+    It reads these from the tensors that the call saved for backward.
+    """

@@ -1,4 +1,4 @@
-"""Linear + activation: what is compared, with what, and what it costs at least."""
+"""Linear layer + activation in the benchmark: its baselines, its reference and its floor."""
 
 import ctypes
 
@@ -14,9 +14,9 @@ from ..naive import naive_library
 from .family import BOTH, Case, Family, Traffic, Workload
 from .linear_stack import ACTIVATIONS, Stack, undecided
 
-_MOST_NAIVE = 1 << 34  # multiplications; beyond, one call takes a second
+_MOST_NAIVE = 1 << 34  # multiplications; above this, one call takes a second
 
-# What stands for the products alone is another function: it is timed, not checked.
+# The GEMMs alone. They compute a different function, so they are timed but not checked.
 PRODUCTS = "products"
 
 
@@ -33,7 +33,7 @@ def build(case: Case, device: str, buffers: int) -> Workload:
         return ACTIVATIONS[activation](F.linear(x, w, b))
 
     def in_place(x, w, b):
-        """A library's product and relu in place: what a first repair of a naive one comes to."""
+        """A library GEMM and an in-place relu: the first improvement over a naive kernel."""
         return F.linear(x, w, b).relu_()
 
     def fused_forward(x, w, b):
@@ -55,7 +55,7 @@ def build(case: Case, device: str, buffers: int) -> Workload:
         forward_only=frozenset({"naive", "addmm_activation"}),
         unchecked=frozenset({PRODUCTS}),
     )
-    if activation == "relu":  # the first buffer is the one that is checked
+    if activation == "relu":  # only the first buffer is checked
         kinks = undecided(*workload.inputs[0], *workload.weights, case.tf32)
         workload.gradients[0].masked_fill_(kinks, 0)
     return workload
@@ -69,8 +69,8 @@ def reference(case: Case, workload: Workload) -> dict[str, Expected]:
 
 
 def traffic(case: Case, mode: str) -> Traffic:
-    """Forward reads x and w and writes y; backward reads dy, and x and w again, and writes dx and
-    dw. Biases are few."""
+    """Forward reads x and w and writes y. Backward reads dy and again x and w, and writes dx and
+    dw. Biases are too small to count."""
     rows, inputs, outputs = case.shape
     x, w, y = (n * case.dtype.itemsize for n in (rows * inputs, outputs * inputs, rows * outputs))
     if mode == BOTH:
@@ -79,13 +79,13 @@ def traffic(case: Case, mode: str) -> Traffic:
 
 
 def operations(case: Case, mode: str) -> int:
-    """Of the products: one forward, two more backward."""
+    """Those of the GEMMs: one in forward, two more in backward."""
     rows, inputs, outputs = case.shape
     return 2 * rows * inputs * outputs * (3 if mode == BOTH else 1)
 
 
 def naive(case: Case, device: str):
-    """A common first attempt, one thread an output (benchmarks/naive), or why it is not there."""
+    """A typical first attempt, one thread per output (benchmarks/naive), or why it is missing."""
     if device != "cuda":
         return "GPU only"
     if case.dtype_name != "float32" or case.extra["activation"] != "relu":
@@ -97,7 +97,7 @@ def naive(case: Case, device: str):
 
 
 def naive_linear_relu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """The kernel of benchmarks/naive for x's device, on dense float32."""
+    """The kernel of benchmarks/naive for x's device; takes contiguous float32 tensors."""
     device = x.device.type
     launch = getattr(naive_library(device), f"fusewise_naive_linear_relu_{device}")
     launch.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int] * 3

@@ -1,13 +1,15 @@
-"""Stacks of linear layers with activations in fp64: the reference of linear_act and mlp, for the
-benchmark and for the tests. Nothing here is fusewise's.
+"""Stacks of linear layers with activations in fp64: the reference of linear_act and mlp.
 
-ReLU's slope jumps at 0. Where rounding decides the sign of z (`Layer.undecided`), both slopes are
-right. These elements take no part in the comparison of gradients: in a single layer their dy is set
-to 0, for the checked call, torch and the reference alike. Everywhere else the sign of z is checked.
+Used by the benchmark and by the tests. Independent of fusewise's own code.
 
-The gradient of a hidden layer cannot be set from outside. There the reference takes the decisions
-of the call itself: every layer starts from the activations that the call kept for backward, and
-those are checked as outputs are.
+ReLU's slope jumps at 0. Where rounding can decide the sign of z (`Layer.undecided`), both slopes
+are correct, and the gradients of these elements are not compared. In a single layer their dy is set
+to 0 for the checked call, for torch and for the reference alike. Everywhere else the sign of z is
+checked.
+
+The gradient of a hidden layer cannot be set from outside. There the reference follows the call's
+own decisions: every layer starts from the activations that the call saved for backward, and these
+activations are checked like outputs.
 """
 
 import math
@@ -30,24 +32,24 @@ _TF32_EPS = 2.0**-10
 
 
 class Layer:
-    """One layer of the stack, all in fp64; `dtype` is what the checked call computes in."""
+    """One layer of the stack, in fp64. `dtype` is the dtype that the checked call computes in."""
 
     def __init__(self, x, w, b, kind: str, dtype: torch.dtype, tf32: bool):
         self.x, self.w, self.b, self.kind = x, w, b, kind
         self.z = F.linear(x, w, b)
         self.terms = F.linear(x.abs(), w.abs(), None if b is None else b.abs())
         self.y = ACTIVATIONS[kind](self.z)
-        self.open = ~(self.z <= 0)  # NaN lets the gradient through, as torch's
+        self.open = ~(self.z <= 0)  # NaN lets the gradient through, as in torch
         self.undecided = None
         if kind == "relu":
             eps = _TF32_EPS if tf32 else torch.finfo(accumulator(dtype)).eps
             info = torch.finfo(dtype)
-            room = 4 * eps * self.terms + info.smallest_normal * info.eps  # which rounds to 0
+            room = 4 * eps * self.terms + info.smallest_normal * info.eps  # the latter rounds to 0
             self.undecided = (self.z.abs() <= room) & (self.terms > 0)
 
     def backward(self, dy: Tensor) -> tuple[Tensor, Tensor]:
         """dz, and the sum of |terms| behind it."""
-        if self.kind == "relu":  # it selects: what is closed lets not even NaN through
+        if self.kind == "relu":  # relu selects, so a closed unit does not even pass NaN
             dz = torch.where(self.open, dy, 0.0)
             return dz, dz.abs()
         slope, terms = _slope(self.kind, self.z)
@@ -55,8 +57,11 @@ class Layer:
 
 
 class Stack:
-    """The layers of a call. `kept` is what the call has kept for backward, and its output: where
-    relu's activations are among it, those of the call take the place of the exact ones."""
+    """The layers of a call.
+
+    `kept` holds the tensors that the call saved for backward, and its output. If relu's activations
+    are among them, they replace the exact ones.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -69,14 +74,14 @@ class Stack:
         kept: Sequence[Tensor] = (),
     ):
         self.dtype, self.shape = x.dtype, x.shape
-        # Parameters of another type are rounded to x's before they are used.
+        # Parameters of another dtype are rounded to x's dtype before they are used.
         parameters = [
             [t.detach().to(x.dtype).double() for t in each or ()] for each in (weights, biases)
         ]
         given = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1]).double()
         self.layers: list[Layer] = []
         self.hidden: dict[str, Tensor] = {}
-        """Activations of the call that were found, by name."""
+        """The call's own activations that were found in `kept`, by name."""
         for i, kind in enumerate(kinds):
             b = parameters[1][i] if parameters[1] else None
             layer = Layer(given, parameters[0][i], b, kind, x.dtype, tf32)
@@ -93,7 +98,7 @@ class Stack:
 
     @torch.no_grad()
     def expected(self, dy: Tensor) -> dict[str, Expected]:
-        """y, dx, and of every layer dw and db (where it has biases), in the order of the inputs;
+        """y, dx, then dw and db of every layer (db only with biases), in the order of the inputs;
         then the hidden activations that were found."""
         layers, last = self.layers, self.layers[-1]
         shape = (*self.shape[:-1], len(last.w))
@@ -124,13 +129,13 @@ class Stack:
 
 
 def undecided(x, w, b, tf32: bool = False) -> Tensor:
-    """Where rounding decides on which side of 0 an element of x wᵀ + b comes out."""
+    """Where rounding can decide on which side of 0 an element of x wᵀ + b lies."""
     found = Stack(x, [w], None if b is None else [b], ["relu"], tf32).layers[0].undecided
     return found.reshape(*x.shape[:-1], len(w))
 
 
 def _nearest(kept: Sequence[Tensor], y: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Of all that could be relu's output, or its input, what is nearest to y, as output."""
+    """The tensor nearest to y among those that could be relu's input or output, as an output."""
     alike = [t for t in kept if t.dtype == dtype and t.shape[-1:] == y.shape[-1:]]
     outputs = [t.detach().reshape(y.shape).relu() for t in alike if t.numel() == y.numel()]
     return min(outputs, key=lambda t: largest(t.double() - y), default=None)
@@ -149,6 +154,6 @@ def _slope(kind: str, z: Tensor) -> tuple[Tensor, Tensor]:
         return cdf + z * density, cdf + z.abs() * density
     beta = math.sqrt(2 / math.pi)
     u = beta * (z + 0.044715 * z**3)
-    # sech(u)^2 and not 1 - tanh(u)^2, whose cancellation shows beside a float64 call.
+    # sech(u)^2 instead of 1 - tanh(u)^2, whose cancellation would show next to a float64 call.
     rest = 0.5 * z / torch.cosh(u).square() * beta * (1 + 3 * 0.044715 * z * z)
     return torch.sigmoid(2 * u) + rest, 0.5 * (1 + torch.tanh(u).abs()) + rest.abs()

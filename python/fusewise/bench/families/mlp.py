@@ -1,4 +1,4 @@
-"""Stacks of linear layers: what is compared, with what, and what they cost at least."""
+"""Stacks of linear layers in the benchmark: their baselines, their reference and their floor."""
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,7 @@ def reference(case: Case, workload: Workload) -> dict[str, Expected]:
 
 
 def given(case: Case, workload: Workload, results: Results, kept: list[Tensor]) -> Results:
-    """relu's hidden activations are outputs, too, and the layers behind them start from them."""
+    """Also checks relu's hidden activations, and computes the later layers' reference from them."""
     stack = _stack(case, workload, kept)
     if not stack.hidden:
         return results
@@ -78,8 +78,8 @@ def _stack(case: Case, workload: Workload, kept=()) -> Stack:
 
 
 def traffic(case: Case, mode: str) -> Traffic:
-    """As of a single layer, from the input of the first to the output of the last: between them,
-    activations need not leave the chip."""
+    """As for a single layer, from the first layer's input to the last layer's output. The
+    activations in between need not leave the chip."""
     rows, *sizes = case.shape
     products = sum(a * b for a, b in zip(sizes, sizes[1:], strict=False))
     x, w, y = (n * case.dtype.itemsize for n in (rows * sizes[0], products, rows * sizes[-1]))

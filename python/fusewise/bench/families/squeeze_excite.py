@@ -1,4 +1,4 @@
-"""Squeeze-and-Excitation: what is compared, with what, and what it costs at least."""
+"""Squeeze-and-Excitation in the benchmark: its baselines, its reference and its floor."""
 
 import ctypes
 
@@ -12,7 +12,7 @@ from ..accuracy import Expected, cut, largest, pieces, scale
 from ..naive import naive_library
 from .family import BOTH, LAYOUTS, Case, Family, Traffic, Workload
 
-_LARGE = 1 << 27  # elements; above, references of half data are kept in fp32, to save tens of GB
+_LARGE = 1 << 27  # elements; above, fp16 and bf16 data get fp32 references, to save tens of GB
 
 
 def fused(x, w1, b1, w2, b2):
@@ -58,31 +58,31 @@ def reference(case: Case, workload: Workload) -> dict[str, Expected]:
 
 
 def formula(x, w1, b1, w2, b2, activation="silu", gate="sigmoid"):
-    """The operator in torch's own terms, for whoever checks it: nothing here is fusewise's."""
+    """The formula in torch's own operators, independent of fusewise, for checking it."""
     return x * _planes(_steps(x.mean((2, 3)), w1, b1, w2, b2, activation, gate)[-1])
 
 
 def _steps(pooled, w1, b1, w2, b2, activation, gate):
-    """All that lies between the means of x and the gates, with both."""
+    """All values from the means of x to the gates, both included."""
     z = F.linear(pooled, w1.flatten(1), b1)
     if activation == "hardswish" and z.dtype == torch.float64:
-        hidden = z * F.relu6(z + 3) / 6  # on CUDA torch's own keeps its 1/6 in float32
+        hidden = z * F.relu6(z + 3) / 6  # on CUDA, torch's hardswish keeps its 1/6 in float32
     else:
         hidden = getattr(F, activation)(z)
     z2 = F.linear(hidden, w2.flatten(1), b2)
     if gate == "hardsigmoid" and z2.dtype == torch.float64:
-        gates = F.relu6(z2 + 3) / 6  # torch's own keeps its 1/6 in float32
+        gates = F.relu6(z2 + 3) / 6  # torch's hardsigmoid keeps its 1/6 in float32
     else:
         gates = getattr(F, gate)(z2)
     return pooled, z, hidden, z2, gates
 
 
 def expected(x, w1, b1, w2, b2, dy, activation="silu", gate="sigmoid") -> dict[str, Expected]:
-    """y and the gradient of every input that is there, by name, with their scales; in fp64.
+    """y and the gradients of all inputs that are not None, by name, with their scales; in fp64.
 
-    The images meet the unit only in [N, C]: the means of x, the gates, and their gradients. So
-    autograd sees no image, and the images are cut in pieces. Of large half data y and dx are
-    rounded to fp32.
+    The images only interact with the rest through [N, C] tensors: the means of x, the gates, and
+    their gradients. So autograd runs on these alone, and the images are processed in pieces. For
+    large half-precision data, y and dx are rounded to fp32.
     """
     x, dy = x.detach(), dy.detach()
     weights = {
@@ -115,10 +115,10 @@ def expected(x, w1, b1, w2, b2, dy, activation="silu", gate="sigmoid") -> dict[s
 
 
 def _terms(x, dy, weights, steps, gradients) -> dict[str, tuple[float, float]]:
-    """The largest sum of |terms| behind an element of each output: of its outermost sum, and of
-    the sums inside that (pooling, both products, the sum over pixels in backward).
+    """The largest sum of |terms| behind an element of each output.
 
-    Upper-case names are sums of |terms|, propagated to first order.
+    A pair per output: for its outermost sum, and for the sums inside that (pooling, both GEMMs, the
+    sum over pixels in backward). Upper-case names are sums of |terms|, propagated to first order.
     """
     pixels = x.shape[2] * x.shape[3]
     act_slope, gate_slope = (
@@ -138,7 +138,7 @@ def _terms(x, dy, weights, steps, gradients) -> dict[str, tuple[float, float]]:
     DZ2 = gate_slope * (_pixel_sums(lambda dy, x: (dy * x).abs(), dy, x) + dg * Z2)
     DZ = act_slope * (DZ2 @ w2) + dh * Z
 
-    # Poisoned samples do not count: a closed unit keeps them out of finite results.
+    # NaN and infinite samples do not count: a closed unit keeps them out of finite results.
     p, h, dz, dz2, P, H, DZ, DZ2 = map(_finite, (p, h, dz, dz2, P, H, DZ, DZ2))
     terms = {
         "dw1": (dz.T @ p, DZ.T @ p + dz.T @ P),
@@ -156,7 +156,7 @@ def _terms(x, dy, weights, steps, gradients) -> dict[str, tuple[float, float]]:
 
 
 def _largest_image(image: Tensor, factor: Tensor, summand: Tensor) -> float:
-    """The largest |image| * factor + summand, the latter two [N, C]."""
+    """The largest |image| * factor + summand; factor and summand are [N, C]."""
     parts = pieces(image, *(_planes(t).expand_as(image) for t in (factor, summand)))
     return max(largest(image.double().abs() * factor + summand) for image, factor, summand in parts)
 
@@ -173,12 +173,12 @@ def _pixel_sums(product, *images: Tensor) -> Tensor:
 
 
 def _planes(matrix: Tensor) -> Tensor:
-    """As images of one pixel."""
+    """[N, C] as [N, C, 1, 1]."""
     return matrix[:, :, None, None]
 
 
 def traffic(case: Case, mode: str) -> Traffic:
-    """Forward reads x and writes y; backward reads dy, and x again, and writes dx."""
+    """Forward reads x and writes y. Backward reads dy and again x, and writes dx."""
     n, channels, height, width = case.shape
     reduced = case.extra["reduced"]
     plane = n * channels * height * width * case.dtype.itemsize
@@ -189,8 +189,8 @@ def traffic(case: Case, mode: str) -> Traffic:
 
 
 def operations(case: Case, mode: str) -> int:
-    """Forward: the sum of x, two products, the scaling. Backward: the sum of dy * x, four products,
-    dy * g + dp. Activations and biases are not counted: they are few."""
+    """Forward: the sum of x, two GEMMs, the scaling. Backward: the sum of dy * x, four GEMMs, and
+    dy * g + dp. Activations and biases are too few to count."""
     n, channels, height, width = case.shape
     plane = n * channels * height * width
     product = 2 * n * channels * case.extra["reduced"]
@@ -198,7 +198,7 @@ def operations(case: Case, mode: str) -> int:
 
 
 def naive(case: Case, device: str):
-    """A common first attempt, one thread a channel (benchmarks/naive), or why it is not there."""
+    """A typical first attempt, one thread per channel (benchmarks/naive), or why it is missing."""
     if device != "cuda":
         return "GPU only"
     if case.dtype not in (torch.float32, torch.float16):
