@@ -1,6 +1,7 @@
 // What a bad argument of the autoencoder gets: an error that names it, and no output touched.
 
 #include "autoencoder_reference.h"
+#include "message_of.h"
 
 namespace fusewise::testing {
 namespace {
@@ -11,12 +12,7 @@ AutoencoderCase make(DType dtype = DType::f32) { return make_autoencoder(2, kSiz
 
 template <typename Call>
 void expect_error(const AutoencoderCase& tensors, const Call& call, const std::string& start) {
-  std::string message = "nothing was thrown";
-  try {
-    autoencoder(Context{}, call);
-  } catch (const Error& error) {
-    message = error.what();
-  }
+  const std::string message = message_of([&] { autoencoder(Context{}, call); });
   EXPECT_EQ(message.substr(0, start.size()), start) << message;
   EXPECT_THROW(explain(Context{}, call), Error);
   const AutoencoderCase fresh = make(tensors.x.dtype());

@@ -6,6 +6,7 @@
 #include "common/implementation.h"
 #include "common/scratch.h"
 #include "fusewise/fusewise.h"
+#include "message_of.h"
 
 /// Under AddressSanitizer, let an allocation that is too large fail as it does elsewhere.
 extern "C" [[gnu::visibility("default")]] const char* __asan_default_options() {
@@ -15,14 +16,7 @@ extern "C" [[gnu::visibility("default")]] const char* __asan_default_options() {
 namespace fusewise {
 namespace {
 
-std::string message_of(const auto& function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
+using testing::message_of;
 
 TEST(TensorView, DenseStrides) {
   const TensorView t(nullptr, DType::f32, {}, {2, 3, 4});

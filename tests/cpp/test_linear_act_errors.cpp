@@ -1,6 +1,7 @@
 // What a bad argument of linear_act and mlp gets: an error that names it, and no output touched.
 
 #include "linear_reference.h"
+#include "message_of.h"
 
 namespace fusewise::testing {
 namespace {
@@ -12,12 +13,7 @@ LinearAct make(Activation activation = Activation::relu, DType dtype = DType::f3
 template <typename Call>
 void expect_error(const LinearAct& tensors, const Call& call, const std::string& start) {
   const LinearAct before = tensors;
-  std::string message = "nothing was thrown";
-  try {
-    linear_act(Context{}, call);
-  } catch (const Error& error) {
-    message = error.what();
-  }
+  const std::string message = message_of([&] { linear_act(Context{}, call); });
   EXPECT_EQ(message.substr(0, start.size()), start) << message;
   EXPECT_THROW(explain(Context{}, call), Error);
   for (const auto member :

@@ -5,6 +5,7 @@
 
 #include "fusewise/fusewise.h"
 #include "gtest/gtest.h"
+#include "message_of.h"
 
 namespace fusewise::testing {
 namespace {
@@ -13,16 +14,6 @@ namespace {
 TensorView zeros(std::initializer_list<std::int64_t> sizes) {
   static std::vector<float> memory(1024);
   return TensorView(memory.data(), DType::f32, {}, sizes);
-}
-
-template <typename Body>
-std::string message_of(const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
 }
 
 TEST(Messages, SqueezeExcite) {

@@ -3,6 +3,7 @@
 #include "fusewise/mlp.h"
 
 #include "linear_reference.h"
+#include "message_of.h"
 
 namespace fusewise::testing {
 namespace {
@@ -148,16 +149,6 @@ TEST(Mlp, WithoutBiases) {
 }
 
 // Errors: the layer is named, and nothing at all has run. ----------------------------------------
-
-template <typename Body>
-std::string message_of(const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
 
 void expect_refused(const Stack& stack, const std::string& start, bool backward = false) {
   const Stack before = stack;

@@ -7,6 +7,7 @@
 #include "fusewise/error.h"
 #include "fusewise/mlp.h"
 #include "linear_reference.h"
+#include "message_of.h"
 #include "reference.h"
 
 namespace fusewise::testing {
@@ -100,20 +101,11 @@ struct Views {
   std::vector<TensorView*> outputs, inputs;
 };
 
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 /// The call as it is, then each output in the place of each other tensor, and with a stride of 0.
 /// `views` points at a call's tensors, `run` runs it.
 template <typename Call, typename ViewsOf, typename Run>
 void expect_apart(Call call, const ViewsOf& views_of, const Run& run) {
-  EXPECT_EQ(error_of([&] { run(call); }), "nothing was thrown");
+  EXPECT_EQ(message_of([&] { run(call); }), "nothing was thrown");
   const Views views = views_of(call);
   for (std::size_t o = 0; o < views.outputs.size(); ++o) {
     TensorView& output = *views.outputs[o];
@@ -121,7 +113,7 @@ void expect_apart(Call call, const ViewsOf& views_of, const Run& run) {
     const auto expect_refused = [&](const TensorView& other) {
       if (&other == &output) return;
       output.data = other.data;
-      const std::string message = error_of([&] { run(call); });
+      const std::string message = message_of([&] { run(call); });
       EXPECT_NE(message.find(": expected memory of its own, got some that overlaps "),
                 std::string::npos)
           << "output " << o << ": " << message;
@@ -132,7 +124,7 @@ void expect_apart(Call call, const ViewsOf& views_of, const Run& run) {
     for (int d = 0; d < output.rank; ++d) {
       if (output.sizes[d] == 1) continue;
       output.strides[d] = 0;
-      const std::string message = error_of([&] { run(call); });
+      const std::string message = message_of([&] { run(call); });
       EXPECT_NE(message.find(": expected "), std::string::npos) << message;
       output = good;
     }
@@ -161,7 +153,7 @@ TEST(OverlapRefused, SqueezeExcite) {
   // An image that overlaps itself without a stride of 0.
   SqueezeExciteForward call = tensors.forward();
   call.y.strides[0] -= 1;
-  EXPECT_EQ(error_of([&] { run(call); }),
+  EXPECT_EQ(message_of([&] { run(call); }),
             "y: expected strides that give each element of an output memory of its own");
 }
 
@@ -261,7 +253,7 @@ TEST(OverlapRefused, Mlp) {
   }
   Stack reused = stack;
   reused.layers[2].y = reused.layers[0].y;
-  EXPECT_EQ(error_of([&] { forward(reused); }), "nothing was thrown");
+  EXPECT_EQ(message_of([&] { forward(reused); }), "nothing was thrown");
   forward(stack);
   expect_apart(
       stack,

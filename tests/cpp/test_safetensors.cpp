@@ -10,9 +10,12 @@
 #include <random>
 
 #include "fusewise/error.h"
+#include "message_of.h"
 
 namespace fusewise {
 namespace {
+
+using testing::message_of;
 
 std::vector<std::byte> file_of(const std::string& header, std::size_t data_bytes,
                                std::int64_t told = -1) {
@@ -59,12 +62,7 @@ TEST(Safetensors, TextsMayHaveEscapes) {
 }
 
 void expect_error(const std::vector<std::byte>& bytes, const std::string& part) {
-  std::string message = "nothing was thrown";
-  try {
-    const Safetensors file(bytes);
-  } catch (const Error& error) {
-    message = error.what();
-  }
+  const std::string message = message_of([&] { const Safetensors file(bytes); });
   EXPECT_NE(message.find(part), std::string::npos) << message << "\n  lacks: " << part;
 }
 

@@ -1,5 +1,6 @@
 // What a bad argument gets: an error that names it, and no output touched.
 
+#include "message_of.h"
 #include "reference.h"
 
 namespace fusewise::testing {
@@ -11,12 +12,7 @@ SqueezeExcite make(DType dtype = DType::f32) {
 
 template <typename Call>
 void expect_error(const SqueezeExcite& tensors, const Call& call, const std::string& start) {
-  std::string message = "nothing was thrown";
-  try {
-    squeeze_excite(Context{}, call);
-  } catch (const Error& error) {
-    message = error.what();
-  }
+  const std::string message = message_of([&] { squeeze_excite(Context{}, call); });
   EXPECT_EQ(message.substr(0, start.size()), start) << message;
   EXPECT_THROW(explain(Context{}, call), Error);
   // Outputs were never filled: each still holds what it was made with.

@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 class TuningCacheFile : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "fusewise-choices-XXXXXX").string();
+    std::string pattern = (fs::temp_directory_path() / "fusewise-tuning-XXXXXX").string();
     ASSERT_NE(mkdtemp(pattern.data()), nullptr);
     folder_ = pattern;
     path_ = folder_ / "deep" / "products";

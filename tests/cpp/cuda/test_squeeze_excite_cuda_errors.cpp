@@ -1,5 +1,6 @@
 // Squeeze-and-Excitation on the GPU: what bad calls are told.
 
+#include "message_of.h"
 #include "squeeze_excite_gpu.h"
 
 namespace fusewise::testing {
@@ -7,12 +8,7 @@ namespace {
 
 template <typename Call>
 void expect_error(const Call& call, const std::string& start) {
-  std::string message = "nothing was thrown";
-  try {
-    squeeze_excite(on_gpu(), call);
-  } catch (const Error& error) {
-    message = error.what();
-  }
+  const std::string message = message_of([&] { squeeze_excite(on_gpu(), call); });
   EXPECT_EQ(message.substr(0, start.size()), start) << message;
   EXPECT_THROW(explain(on_gpu(), call), Error);
 }
