@@ -23,6 +23,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostRowBytes = std::int64_t{128} << 20;  // scratch for a chunk of rows
 constexpr int kMostFusedSlices = 256;    // above this, multiplying the parameters takes too long
+constexpr int kMostParts = 16;           // blocks per basis vector: each reads all of it
 constexpr std::int64_t kRowsApart = 16;  // chunks start at multiples of this, to stay aligned
 
 // ---- kernels over rows
@@ -185,9 +186,12 @@ __device__ void fold_row(const Folded<To>& f, int n, const Prepared<T, A>& prepa
   A sum[1] = {};
   for (int k = threadIdx.x; k < padded(f.inputs, prepared.packed); k += blockDim.x) {
     const long long at = static_cast<long long>(n) * f.inputs + k;
-    const A w = real && k < f.inputs ? read<W>(f.weight, at) : A(0);
-    const A value = w != A(0) ? w * read<W>(f.norm_weight, k) : w;
-    if (real && k < f.inputs) sum[0] += w * read<W>(f.norm_bias, k);
+    A value = 0;
+    if (real && k < f.inputs) {
+      const A w = read<W>(f.weight, at);
+      value = w * read<W>(f.norm_weight, k);
+      sum[0] += w * read<W>(f.norm_bias, k);
+    }
     if (!prepared.packed) {
       f.to[at] = from_accumulator<To>(value);
       continue;
@@ -224,14 +228,15 @@ __device__ void fold_decoder(const AutoencoderTensors<const void*>& p, const Aut
   }
 }
 
-/// One block for each frame of a basis vector and for each row of the other matrices.
+/// `parts` blocks for each basis vector, which share its frames, and one block for each row of the
+/// other matrices.
 template <typename W, typename T, typename A>
 __global__ void __launch_bounds__(kFinishThreads)
     prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<T, A> to,
-                   bool decodes) {
+                   int parts, bool decodes) {
   int b = blockIdx.x;
-  if (b < s.latent * s.frames) {
-    const int l = b / s.frames, f = b % s.frames;
+  if (b < s.latent * parts) {
+    const int l = b / parts, part = b % parts;
     const long long width = static_cast<long long>(s.frames) * s.slice_latent, begin = l * width;
     A squares[1] = {};
     for (long long k = threadIdx.x; k < width; k += blockDim.x) {
@@ -242,17 +247,18 @@ __global__ void __launch_bounds__(kFinishThreads)
     const A norm = sqrt(squares[0]);
     // Not max, which would discard NaN.
     const A inverse = norm < A(1e-12) ? A(1e12) : A(1) / norm;
-    if (threadIdx.x == 0) to.inverse_norm[l] = inverse;
-    for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
-      const long long at = begin + static_cast<long long>(f) * s.slice_latent + k;
-      const A value = read<W>(p.basis, at) * inverse;
-      to.unit[at] = value;
-      if constexpr (!std::is_same_v<T, A>) to.unit_of_rows[at] = from_accumulator<T>(value);
+    if (part == 0 && threadIdx.x == 0) to.inverse_norm[l] = inverse;
+    const long long stride = static_cast<long long>(parts) * blockDim.x;
+    for (long long k = part * blockDim.x + threadIdx.x; k < width; k += stride) {
+      const A value = read<W>(p.basis, begin + k) * inverse;
+      to.unit[begin + k] = value;
+      if constexpr (!std::is_same_v<T, A>) to.unit_of_rows[begin + k] = from_accumulator<T>(value);
     }
-    if (to.packed && decodes) fold_decoder<W>(p, s, l, f, inverse, to);
+    if (!to.packed || !decodes) return;
+    for (int f = part; f < s.frames; f += parts) fold_decoder<W>(p, s, l, f, inverse, to);
     return;
   }
-  b -= s.latent * s.frames;
+  b -= s.latent * parts;
   if (b < padded(s.latent, to.packed)) {
     const Folded<A> mid{p.mid_weight, p.mid_bias, p.mid_norm_weight, p.mid_norm_bias, s.latent,
                         s.latent,     to.mid,     to.mid_transposed, to.mid_bias};
@@ -416,10 +422,11 @@ class Walk {
         memory_(context, lay_out(call, nullptr)) {
     lay_out(call, memory_.data());
     dispatch_parameters<A>(call.parameter_dtype, [&]<typename W>(W) {
-      const std::int64_t blocks =
-          vectors() + padded(s_.latent, fused_) + padded(s_.slice_latent, fused_) + s_.n_mels;
+      const int parts = fused_ ? std::min(s_.frames, kMostParts) : 1;
+      const std::int64_t blocks = std::int64_t{s_.latent} * parts + padded(s_.latent, fused_) +
+                                  padded(s_.slice_latent, fused_) + s_.n_mels;
       launch_kernel({context_, blocks, kFinishThreads}, "preparing the autoencoder's weights",
-                    prepare_kernel<W, T, A>, call.parameters, s_, prepared_, decodes(call));
+                    prepare_kernel<W, T, A>, call.parameters, s_, prepared_, parts, decodes(call));
     });
     if (!decodes(call) || fused_) return;
     multiply(vectors(), s_.n_mels, s_.slice_latent, as_is(prepared_.unit, s_.slice_latent),

@@ -1,6 +1,7 @@
 // LayerNorm, Linear and GELU, and the backward pass of Linear and LayerNorm. A warp holds 16 rows
-// of one frame in registers. Each value crosses memory once. The weights, some 10 to 100 KB, are
-// read through L1 by every warp. Bound by memory bandwidth, in float32 by the tensor cores.
+// of one frame in registers. Each value crosses memory once, except that backward reads the
+// normalised values twice, the second time from L2. The weights, some 10 to 100 KB, are read
+// through L1 by every warp. Bound by memory bandwidth, in float32 by the tensor cores.
 
 #include "common/divide.h"
 #include "cuda/autoencoder/norm_linear.cuh"
@@ -97,7 +98,7 @@ std::int64_t blocks_of(std::int64_t rows, int frames) {
 
 struct ForwardArguments {
   NormLinear call;
-  bool in_vectors, normal_vectors, before_vectors, after_vectors;
+  bool in_vectors, normal_vectors, before_vectors, after_vectors, exact_vectors;
 };
 
 template <typename In, typename P, typename Out>
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 
   const auto before = rows_of(static_cast<In*>(c.before), c.outputs, a.before_vectors);
   const auto after = rows_of(static_cast<Out*>(c.after), c.outputs, a.after_vectors);
-  const auto exact_after = rows_of(c.exact_after, c.outputs, c.outputs % 4 == 0);
+  const auto exact_after = rows_of(c.exact_after, c.outputs, a.exact_vectors);
   using Source = Weights<P, false>;
   const Source weights{static_cast<const typename Source::Group*>(c.weights), nullptr};
   const In* bias = static_cast<const In*>(c.bias);
@@ -271,10 +272,12 @@ void dispatch(const NormProducts& products, Body&& body) {
 void norm_linear(const Context& context, const NormProducts& products, const NormLinear& call) {
   dispatch(products, [&]<typename In, typename P, typename Out>(In, P, Out) {
     const ForwardArguments a{
-        call, has_vectors(static_cast<const In*>(call.in), call.in_stride, call.inputs),
+        call,
+        has_vectors(static_cast<const In*>(call.in), call.in_stride, call.inputs),
         has_vectors(static_cast<const In*>(call.normal), 0, call.inputs),
         has_vectors(static_cast<const In*>(call.before), 0, call.outputs),
-        has_vectors(static_cast<const Out*>(call.after), 0, call.outputs)};
+        has_vectors(static_cast<const Out*>(call.after), 0, call.outputs),
+        has_vectors(call.exact_after, 0, call.outputs)};
     launch_kernel({context, blocks_of(call.rows, call.frames), 32 * kWarps, 0, true},
                   "LayerNorm and Linear", norm_linear_kernel<In, P, Out>, a);
   });
