@@ -59,10 +59,12 @@ class Part:
 
 
 def owner(path: Path) -> str | None:
-    """The family that a file belongs to; None if it belongs to all of them."""
+    """The family that a file belongs to; None if it belongs to all of them. The first word in the
+    path decides, so a folder counts before the file's name."""
     text = path.relative_to(ROOT).as_posix() if path.is_absolute() else path.as_posix()
-    names = (name for name, family in FAMILIES.items() if any(w in text for w in family.words))
-    return next(names, None)
+    words = ((word, name) for name, family in FAMILIES.items() for word in family.words)
+    found = [(text.index(word), name) for word, name in words if word in text]
+    return min(found, default=(0, None))[1]
 
 
 # --- sources --------------------------------------------------------------------------------------
