@@ -8,7 +8,7 @@
 // DTYPE: f32, tf32, bf16, bf16/f32, f16 or f64.
 //
 // large: 65536 rows; small: few rows, for compute-sanitizer; sizes: models other than the default
-// one, with fused kernels and with GEMMs; profile: one forward and one backward call, for ncu.
+// one, with the chosen kernel and with GEMMs; profile: one forward and one backward call, for ncu.
 
 #include <algorithm>
 #include <cmath>
@@ -530,38 +530,19 @@ int main(int argc, char** argv) {
   Stack stack(std::size_t{2} << 30);
   const Context context{.device = kGpu, .stream = stream, .allocator = &stack};
   const DeviceLimits& limits = limits_of(kGpu);
-  // The chosen kernel or, if that is the GEMM path, the first fused kernel that can take the call.
-  const auto run_fused = [&](const auto& kernels, const auto& call) {
-    const auto* taken = &choose(limits, call);
-    if (taken == std::end(kernels) - 1) {
-      taken = std::find_if(std::begin(kernels), std::end(kernels) - 1,
-                           [&](const auto& each) { return each.declines(limits, call).empty(); });
-    }
-    taken->run(context, call);
-  };
-  const auto fused = [&]<typename Call>(const Call& call) {
-    if constexpr (std::is_same_v<Call, AutoencoderForwardArguments>) {
-      run_fused(kForwardKernels, call);
-    } else {
-      run_fused(kBackwardKernels, call);
-    }
-  };
+  const auto chosen = [&](const auto& call) { choose(limits, call).run(context, call); };
   const auto general = [&](const auto& call) { run_general(context, call); };
-  const auto planned = [&](ForwardPlan plan) -> Forward {
-    return [&, plan](const AutoencoderForwardArguments& call) {
-      if (!plan.together && kForwardKernels[1].declines(limits, call).empty()) {
-        return run_many_rows(context, call, plan.warps);
-      }
-      if (plan.together && kForwardKernels[2].declines(limits, call).empty()) {
-        return run_block16(context, call, plan);
-      }
-      run_padded(context, call, plan);
+  const auto many_rows = [&](int warps) -> Forward {
+    return [&, warps](const AutoencoderForwardArguments& call) {
+      run_many_rows(context, call, warps);
     };
   };
-  const auto planned_back = [&](bool padded, BackwardPlan plan) -> Backward {
-    return [&, padded, plan](const AutoencoderBackwardArguments& call) {
-      padded ? run_padded(context, call, plan) : run_warps(context, call, plan);
-    };
+  const auto block16 = [&](int warps) -> Forward {
+    return
+        [&, warps](const AutoencoderForwardArguments& call) { run_block16(context, call, warps); };
+  };
+  const auto warps_back = [&](BackwardPlan plan) -> Backward {
+    return [&, plan](const AutoencoderBackwardArguments& call) { run_warps(context, call, plan); };
   };
 
   if (what == "check" || what == "large" || what == "small") {
@@ -586,40 +567,38 @@ int main(int argc, char** argv) {
         const Problem p(sizes, mode);
         const auto want = reference<double>(sizes, p.parameters, p.x, nullptr, nullptr, nullptr);
         const auto plain = reference<float>(sizes, p.parameters, p.x, nullptr, nullptr, nullptr);
-        if (kForwardKernels[3].declines(limits, p.forward()).empty()) {  // padded
-          check_forward(p, "chosen", want, plain, fused);
+        if (kForwardKernels[2].declines(limits, p.forward()).empty()) {  // block16
+          check_forward(p, "chosen", want, plain, chosen);
           if (sizes.rows > 10000) {
             // The reference takes long, so pass only one gradient.
-            check_backward(p, "chosen", fused, nullptr, 1);
+            check_backward(p, "chosen", chosen, nullptr, 1);
             continue;
           }
-          check_forward(p, "8 warps alone", want, plain, planned({8, false}));
-          check_forward(p, "8 warps together", want, plain, planned({8, true}));
-          check_forward(p, "5 warps together", want, plain, planned({5, true}));
+          check_forward(p, "8 warps alone", want, plain, many_rows(8));
+          check_forward(p, "8 warps together", want, plain, block16(8));
+          check_forward(p, "5 warps together", want, plain, block16(5));
           for (float value : {NAN, INFINITY}) {
-            check_bad_row(p, "chosen", value, fused);
-            check_bad_row(p, "8 warps together", value, planned({8, true}));
+            check_bad_row(p, "chosen", value, chosen);
+            check_bad_row(p, "8 warps together", value, block16(8));
           }
-          check_backward(p, "chosen", fused);
+          check_backward(p, "chosen", chosen);
           void* kept = nullptr;
           check_cuda(cudaMalloc(&kept, sizes.rows * sizes.latent * 4), "projection");
           auto keeps = p.forward();
           keeps.projection = kept;
-          fused(keeps);
-          check_backward(p, "projection kept", fused, kept);
+          chosen(keeps);
+          check_backward(p, "projection kept", chosen, kept);
           if (sizes.rows < 1000) {
             general(keeps);
-            check_backward(p, "kept by general", fused, kept);
+            check_backward(p, "kept by general", chosen, kept);
           }
-          if (sizes.n_mels == 64) {
-            check_backward(p, "8 warps", planned_back(false, {8, true}), kept);
-            check_backward(p, "4 warps", planned_back(false, {4, true}), kept, 1);
-          }
+          check_backward(p, "8 warps", warps_back({8, true}), kept);
+          check_backward(p, "4 warps", warps_back({4, true}), kept, 1);
           cudaFree(kept);
-          if (!small) check_backward(p, "2 warps, L1", planned_back(true, {2, false}));
         }
         if (sizes.rows < 1000) {
           check_forward(p, "general", want, plain, general);
+          for (float value : {NAN, INFINITY}) check_bad_row(p, "general", value, general);
           check_backward(p, "general", general);
         }
         std::fflush(stdout);
@@ -641,8 +620,8 @@ int main(int argc, char** argv) {
       check_cuda(cudaMalloc(&kept, 65536 * 32 * 4), "projection");
       forward.projection = kept;
       backward.projection = kept;
-      fused(forward);
-      fused(backward);
+      chosen(forward);
+      chosen(backward);
       check_cuda(cudaDeviceSynchronize(), "profile");
     }
     return 0;
@@ -684,9 +663,9 @@ int main(int argc, char** argv) {
                       static_cast<long long>(rows));
           const auto show = [&](const char* name, const auto& call) {
             general(call);  // the vendor's library must initialise outside of a graph
-            std::printf(" %s: fused %.1f, products %.1f, taken: %s |", name,
-                        time_us(stream, 8, [&](int) { fused(call); }),
-                        time_us(stream, 8, [&](int) { general(call); }), choose(limits, call).name);
+            std::printf(" %s: %s %.1f, general %.1f |", name, choose(limits, call).name,
+                        time_us(stream, 8, [&](int) { chosen(call); }),
+                        time_us(stream, 8, [&](int) { general(call); }));
             std::fflush(stdout);
           };
           show("forward", forward);
@@ -764,26 +743,27 @@ int main(int argc, char** argv) {
         std::printf(" %s %.2f |", name, time_us(stream, 20, run));
         std::fflush(stdout);
       };
-      show("out", [&](int i) { fused(forward(i, 0)); });
-      show("z", [&](int i) { fused(forward(i, 1)); });
-      show("score", [&](int i) { fused(forward(i, 2)); });
-      show("back", [&](int i) { fused(backward(i, 0)); });
-      show("back(score)", [&](int i) { fused(backward(i, 1)); });
+      show("out", [&](int i) { chosen(forward(i, 0)); });
+      show("z", [&](int i) { chosen(forward(i, 1)); });
+      show("score", [&](int i) { chosen(forward(i, 2)); });
+      show("back", [&](int i) { chosen(backward(i, 0)); });
+      show("back(score)", [&](int i) { chosen(backward(i, 1)); });
       show("f+b", [&](int i) {
-        fused(forward(i, 3));
-        fused(backward(i, 0));
+        chosen(forward(i, 3));
+        chosen(backward(i, 0));
       });
       std::printf("\n    plans:");
-      for (const auto& plan : {ForwardPlan{16, false}, ForwardPlan{8, false}, ForwardPlan{10, true},
-                               ForwardPlan{5, true}}) {
-        char name[64];
-        std::snprintf(name, sizeof name, "%dw%s", plan.warps, plan.together ? " together" : "");
-        show(name, [&](int i) { planned(plan)(forward(i, 0)); });
+      const auto show_warps = [&](const char* name, int warps, const auto& run) {
+        show((std::string(name) + " " + std::to_string(warps) + "w").c_str(), run);
+      };
+      for (int warps : {16, 8}) {
+        show_warps("many_rows", warps, [&](int i) { many_rows(warps)(forward(i, 0)); });
+      }
+      for (int warps : {10, 5}) {
+        show_warps("block16", warps, [&](int i) { block16(warps)(forward(i, 0)); });
       }
       for (int warps : {4, 8}) {
-        char name[64];
-        std::snprintf(name, sizeof name, "back %dw", warps);
-        show(name, [&](int i) { planned_back(false, {warps, true})(backward(i, 0)); });
+        show_warps("back", warps, [&](int i) { warps_back({warps, true})(backward(i, 0)); });
       }
       show("pack", [&](int) {
         const auto kind = autoencoder::packed_kind(mode.dtype, mode.tf32);
@@ -793,12 +773,12 @@ int main(int argc, char** argv) {
       show("back, nothing kept", [&](int i) {
         auto call = backward(i, 0);
         call.projection = nullptr;
-        fused(call);
+        chosen(call);
       });
       show("back, dx only", [&](int i) {
         auto call = backward(i, 0);
         call.gradients = {};
-        fused(call);
+        chosen(call);
       });
       if (rows <= 4096) show("general", [&](int i) { general(forward(i, 0)); });
       std::printf("\n");

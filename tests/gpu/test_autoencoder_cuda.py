@@ -18,6 +18,7 @@ from autoencoder_reference import (
     DTYPES,
     OUTPUTS,
     SMALL,
+    WEIGHTS,
     autoencoder,
     check_together,
     eager,
@@ -67,8 +68,8 @@ def forced(case, forward="", backward=""):
 
 # By warpgroups, in TF32 and half precision.
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="wgmma needs a Hopper GPU")
-FORWARD = {"few_rows", "many_rows", "block16", "padded", "general"}
-BACKWARD = {"wgmma", "block16", "warps", "padded", "general"}
+FORWARD = {"few_rows", "many_rows", "block16", "general"}
+BACKWARD = {"wgmma", "block16", "warps", "general"}
 
 
 @pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16", "fp16-fp32"])
@@ -82,7 +83,7 @@ def test_default_sizes_in_every_implementation(dtypes, rows):
         if HOPPER:
             assert checked == (FORWARD | BACKWARD) - ({"wgmma"} if exact else set())
         else:
-            assert {"few_rows", "padded", "general"} <= checked
+            assert {"few_rows", "general"} <= checked
 
 
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
@@ -103,7 +104,7 @@ WARPGROUP_ROWS = 24037
 
 
 @needs_hopper
-@pytest.mark.parametrize("layout", ["rows", "padded"])
+@pytest.mark.parametrize("layout", ["rows", "spaced"])
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
 @pytest.mark.parametrize("kind", ["tf32", "bf16", "fp16", "fp16-fp32"])
 def test_backward_by_warpgroups(kind, output, layout):
@@ -111,7 +112,7 @@ def test_backward_by_warpgroups(kind, output, layout):
     dtypes, setting = kind_of_products(kind)
     with setting:
         case = make_case(WARPGROUP_ROWS, DEFAULT, "cuda", dtypes, output=output)
-        if layout == "padded":
+        if layout == "spaced":
             case.x = case.x.new_empty(WARPGROUP_ROWS, 384)[:, :320].copy_(case.x)
         with forced(case, backward="wgmma"):
             found = case.check()
@@ -195,14 +196,93 @@ def test_where_another_kernel_takes_over(kind):
 
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["rows", "misaligned", "sliced", "spectrogram"])
-def test_padded_sizes(layout, dtypes):
-    """Of another model, and of the default one, where rows need not lie as its own kernels want
-    them."""
+def test_layouts_in_general(layout, dtypes):
+    """Another model, and the default one, whose own kernels need aligned rows."""
     for rows, sizes in ((20000, SMALL), (700, DEFAULT), (5000, DEFAULT)):
         case = make_case(rows, sizes, "cuda", DTYPES[dtypes], layout)
         case.check()
-        with forced(case, "padded", "padded"):
+        with forced(case, "general", "general"):
             case.check()
+
+
+# n_mels, frames, latent, slice_latent. 'general' computes a LayerNorm and the following Linear in
+# one kernel for up to 128 columns (and 256 slice_latent), which the last three exceed.
+NORMS = [
+    (7, 2, 48, 2),
+    (128, 1, 32, 48),
+    (80, 7, 48, 24),
+    (128, 5, 128, 8),
+    (40, 11, 40, 16),
+    (40, 5, 32, 64),
+    (9, 37, 6, 5),
+    (129, 2, 16, 8),
+    (20, 3, 129, 9),
+    (20, 2, 16, 257),
+]
+
+
+def sizes_of(numbers):
+    return dict(zip(DEFAULT, numbers, strict=True))
+
+
+def check_roughly(case):
+    """TF32 may cost some 1e-3 of the largest value. Torch does not use it for every small size, so
+    its own error is no measure."""
+    for name, value in gradients(autoencoder, case).items():
+        right = case.expected()[name][1]
+        assert (value - right).abs().max() <= 0.02 * right.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["fp32", "tf32", "fp16", "bf16", "fp16-fp32"])
+@pytest.mark.parametrize("numbers", NORMS, ids=str)
+def test_norms_in_general(numbers, kind):
+    """Whole and partial tiles of 16 rows and 16 columns."""
+    dtypes, setting = kind_of_products(kind)
+    with setting:
+        for rows, output in (
+            (1, "reconstruction"),
+            (15, "score"),
+            (16, "latent"),
+            (17, "reconstruction"),
+            (777, "score"),
+        ):
+            # The largest of a few rounding errors is a matter of luck: few rows need more draws.
+            draws = 1 if rows > 100 else 3
+            cases = [
+                make_case(rows, sizes_of(numbers), "cuda", dtypes, output=output)
+                for _ in range(draws)
+            ]
+            with forced(cases[0], "general", "general"):
+                if kind == "tf32":
+                    check_roughly(cases[0])
+                else:
+                    check_together(*cases)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("numbers", [(7, 2, 48, 2), (128, 5, 128, 8), (129, 2, 16, 8)], ids=str)
+def test_a_row_of_nan_in_general(numbers, kind):
+    """The row becomes NaN, and not a bit of another row changes."""
+    dtypes, setting = kind_of_products(kind)
+    case = make_case(33, sizes_of(numbers), "cuda", dtypes)
+    with setting, forced(case, "general", "general"):
+        clean = gradients(autoencoder, case)
+        case.x[20, 3] = math.nan
+        found = gradients(autoencoder, case)
+    others = torch.arange(33, device="cuda") != 20
+    for name in ("reconstruction", "dx"):
+        assert torch.equal(found[name][others], clean[name][others]), name
+        assert found[name][20].isnan().all(), name
+
+
+@pytest.mark.parametrize("name", ["norm_weight", "mid_norm_weight"])
+def test_nan_in_a_norms_weight_in_general(name):
+    """Also where the weights that it is folded into are zero."""
+    case = make_case(5, SMALL, "cuda")
+    case.weights[WEIGHTS.index(name)][2] = math.nan
+    case.weights[WEIGHTS.index(name) + 2].zero_()
+    with forced(case, "general", "general"):
+        assert autoencoder(*case.inputs).isnan().all()
 
 
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16"])
@@ -249,11 +329,10 @@ HUGE = {"n_mels": 250, "frames": 3, "latent": 77, "slice_latent": 190}
 
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16", "fp16-fp32", "fp64"])
 @pytest.mark.parametrize("sizes", [WIDE, HUGE], ids=["wide", "huge"])
-def test_sizes_for_which_products_are_faster(sizes, dtypes):
+def test_sizes_that_only_general_takes(sizes, dtypes):
     for rows, output in itertools.product((40, 300, 3000), OUTPUTS):
         case = make_case(rows, sizes, "cuda", DTYPES[dtypes], output=output)
-        able = {"general"} if sizes is HUGE or dtypes == "fp64" else {"padded", "general"}
-        assert case.check_every_implementation() == able
+        assert case.check_every_implementation() == {"general"}
 
 
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
@@ -264,8 +343,8 @@ def test_products_of_more_rows_than_are_taken_together(dtypes, output):
         case.check()
 
 
-def test_the_list_says_when_products_are_faster():
-    """Not where rows are copied first, and then lie as the default model's kernels like them."""
+def test_the_list_says_why_general_is_chosen():
+    """It is not chosen where rows are copied first: the copy is aligned."""
     for sizes, layout, name in (
         (DEFAULT, "rows", "block16"),
         (DEFAULT, "columns", "block16"),
@@ -276,7 +355,7 @@ def test_the_list_says_when_products_are_faster():
         for record in fusewise.explain(autoencoder, *case.inputs):
             assert record.chosen == name
             if name == "general":
-                assert "'general' is expected to be faster" in record.candidates[-2].reason
+                assert "it is for n_mels 64" in record.candidates[-2].reason
 
 
 @pytest.mark.parametrize("rows", [40, 700])
@@ -342,7 +421,7 @@ def test_tf32_of_plain_sums(rows, backward, output):
         (40, "few_rows", "block16"),
         (700, "block16", "warps"),
         (5000, "many_rows", "block16"),
-        (5000, "padded", "padded"),
+        (5000, "general", "general"),
         pytest.param(WARPGROUP_ROWS, "many_rows", "wgmma", marks=needs_hopper),
     ],
 )

@@ -13,6 +13,8 @@ namespace {
 
 constexpr AutoencoderSizes kDefault{64, 5, 32, 64};
 constexpr AutoencoderSizes kOdd{7, 3, 5, 9};
+// 'general' fuses LayerNorm and Linear for the first two, up to 128 columns.
+constexpr AutoencoderSizes kOthers[] = {kOdd, {128, 2, 128, 33}, {130, 2, 12, 20}};
 
 class CudaAutoencoder : public NeedsGpu {};
 
@@ -104,13 +106,12 @@ void expect_right(AutoencoderCase& call, int output, const Names& names) {
   }
 }
 
-// Those that multiply float32 exactly, each at least once. Of the default model, and of any.
+// The kernels that multiply float32 exactly, each at least once.
 constexpr Names kDefaultNames[] = {{"few_rows", "block16"},
                                    {"many_rows", "warps"},
-                                   {"block16", "padded"},
-                                   {"padded", "general"},
+                                   {"block16", "general"},
                                    {"general", "block16"}};
-constexpr Names kOtherNames[] = {{"padded", "padded"}, {"general", "general"}};
+constexpr Names kGeneral{"general", "general"};
 
 TEST_F(CudaAutoencoder, ShortFloat32InEveryImplementation) {
   for (int output = 0; output < 3; ++output) {
@@ -118,9 +119,10 @@ TEST_F(CudaAutoencoder, ShortFloat32InEveryImplementation) {
       AutoencoderCase call = make_autoencoder(37, kDefault, DType::f32, DType::f32);
       expect_right(call, output, names);
     }
-    for (const Names& names : kOtherNames) {
-      AutoencoderCase call = make_autoencoder(37, kOdd, DType::f32, DType::f32);
-      expect_right(call, output, names);
+    for (const AutoencoderSizes& sizes : kOthers) {
+      SCOPED_TRACE(std::to_string(sizes.n_mels) + " mels");
+      AutoencoderCase call = make_autoencoder(37, sizes, DType::f32, DType::f32);
+      expect_right(call, output, kGeneral);
     }
   }
 }
@@ -154,17 +156,15 @@ TEST_F(CudaAutoencoder, ShortWarpgroups) {
 TEST_F(CudaAutoencoder, ShortFloat64) {
   for (int output = 0; output < 3; ++output) {
     AutoencoderCase call = make_autoencoder(21, kOdd, DType::f64, DType::f64);
-    expect_right(call, output, {"general", "general"});
+    expect_right(call, output, kGeneral);
   }
 }
 
 TEST_F(CudaAutoencoder, ShortLayouts) {
-  for (const Names& names : kOtherNames) {
-    for (const RowLayout layout : kRowLayouts) {
-      SCOPED_TRACE("layout " + std::to_string(static_cast<int>(layout)));
-      AutoencoderCase call = make_autoencoder(19, kOdd, DType::f32, DType::f32, layout);
-      expect_right(call, 0, names);
-    }
+  for (const RowLayout layout : kRowLayouts) {
+    SCOPED_TRACE("layout " + std::to_string(static_cast<int>(layout)));
+    AutoencoderCase call = make_autoencoder(19, kOdd, DType::f32, DType::f32, layout);
+    expect_right(call, 0, kGeneral);
   }
 }
 
@@ -174,10 +174,8 @@ TEST_F(CudaAutoencoder, NoRows) {
       AutoencoderCase call = make_autoencoder(0, kDefault, DType::f32, DType::f32);
       expect_right(call, output, names);
     }
-    for (const Names& names : kOtherNames) {
-      AutoencoderCase call = make_autoencoder(0, kOdd, DType::f32, DType::f32);
-      expect_right(call, output, names);
-    }
+    AutoencoderCase call = make_autoencoder(0, kOdd, DType::f32, DType::f32);
+    expect_right(call, output, kGeneral);
   }
 }
 
