@@ -1,8 +1,9 @@
 // The autoencoder and its gradients for any sizes and types. It uses the vendor's GEMMs on chunks
 // of rows, with every intermediate result in scratch memory. Intermediate results of whole rows
-// have x's type; latents and sums are float32 (float64 for float64). Folding of weights and the
-// sums that yield the gradients are as in the fused kernels. Bound by memory for many rows, by
-// launches for few.
+// have x's type; latents and sums are float32 (float64 for float64). The decoder is folded into the
+// basis, and sums yield the gradients, as in the fused kernels. But LayerNorm's weight and bias are
+// not folded into the next Linear: a LayerNorm of few values can enlarge errors a hundredfold, so
+// the GEMMs round what torch rounds. Bound by memory for many rows, by launches for few.
 
 #include <algorithm>
 #include <type_traits>
@@ -28,16 +29,22 @@ constexpr std::int64_t kRowsApart = 16;  // chunks start at multiples of this, t
 
 // ---- kernels over rows
 
-/// (value - mean) / deviation of `groups` segments of `columns` values each, one warp per segment.
-/// A row of `in` has `frames` segments.
+/// A LayerNorm's weight and bias.
+template <typename A>
+struct Affine {
+  A *weight, *bias;
+};
+
+/// LayerNorm of `segments` segments of `columns` values each, one warp per segment. A row of `in`
+/// has `frames` segments. `normal`, unless null, is the result without weight and bias.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
-    normalise_kernel(const T* in, long long row_stride, int frames, long long groups, int columns,
-                     T* normal, A* inverse_deviation) {
+    layer_norm_kernel(const T* in, long long row_stride, int frames, long long segments,
+                      int columns, Affine<A> affine, T* normal, A* inverse_deviation, T* out) {
   const int lane = threadIdx.x % 32;
-  const long long group = (blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x) / 32;
-  if (group >= groups) return;
-  const T* row = in + group / frames * row_stride + group % frames * columns;
+  const long long segment = (blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x) / 32;
+  if (segment >= segments) return;
+  const T* row = in + segment / frames * row_stride + segment % frames * columns;
   A sum = 0;
   for (int i = lane; i < columns; i += 32) sum += to_accumulator<A>(row[i]);
   const A mean = warp_sum(sum) / A(columns);
@@ -47,34 +54,36 @@ __global__ void __launch_bounds__(kThreads)
     squares += d * d;
   }
   const A inverse = A(1) / sqrt(warp_sum(squares) / A(columns) + A(1e-5));
-  if (lane == 0) inverse_deviation[group] = inverse;
+  if (lane == 0) inverse_deviation[segment] = inverse;
   for (int i = lane; i < columns; i += 32) {
-    normal[group * columns + i] = from_accumulator<T>((to_accumulator<A>(row[i]) - mean) * inverse);
+    const A value = (to_accumulator<A>(row[i]) - mean) * inverse;
+    if (normal != nullptr) normal[segment * columns + i] = from_accumulator<T>(value);
+    out[segment * columns + i] = from_accumulator<T>(value * affine.weight[i] + affine.bias[i]);
   }
 }
 
-/// LayerNorm backward: from the gradient of `normal` to that of its input, written or added to
-/// `out`.
+/// From the gradient of LayerNorm's result to that of its input, written or added to `out`.
 template <typename T, typename A, typename Out>
 __global__ void __launch_bounds__(kThreads)
-    normalise_backward_kernel(const T* d, const T* normal, const A* inverse_deviation,
-                              long long groups, int columns, Out* out, bool add) {
+    layer_norm_backward_kernel(const T* d, const T* normal, const A* inverse_deviation,
+                               long long segments, int columns, const A* weight, Out* out,
+                               bool add) {
   const int lane = threadIdx.x % 32;
-  const long long group = (blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x) / 32;
-  if (group >= groups) return;
-  d += group * columns, normal += group * columns, out += group * columns;
+  const long long segment = (blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x) / 32;
+  if (segment >= segments) return;
+  d += segment * columns, normal += segment * columns, out += segment * columns;
   A sum = 0, product = 0;
   for (int i = lane; i < columns; i += 32) {
-    const A value = to_accumulator<A>(d[i]);
+    const A value = to_accumulator<A>(d[i]) * weight[i];
     sum += value;
     product += value * to_accumulator<A>(normal[i]);
   }
   sum = warp_sum(sum) / A(columns);
   product = warp_sum(product) / A(columns);
-  const A inverse = inverse_deviation[group];
+  const A inverse = inverse_deviation[segment];
   for (int i = lane; i < columns; i += 32) {
-    const A value =
-        inverse * (to_accumulator<A>(d[i]) - sum - to_accumulator<A>(normal[i]) * product);
+    const A value = inverse * (to_accumulator<A>(d[i]) * weight[i] - sum -
+                               to_accumulator<A>(normal[i]) * product);
     out[i] = from_accumulator<Out>(add ? to_accumulator<A>(out[i]) + value : value);
   }
 }
@@ -158,8 +167,9 @@ __host__ __device__ constexpr int padded(int size, bool packed) {
 /// alone, and the score, are rounded only once.
 template <typename T, typename A>
 struct Prepared {
-  T *encoder, *encoder_bias;  ///< [S, M], [S]: with LayerNorm's weight and bias folded in
-  A *mid, *mid_bias;          ///< [L, L], [L]: likewise
+  Affine<A> norm, mid_norm;   ///< [M], [L]: padded with zeros to multiples of 16
+  T *encoder, *encoder_bias;  ///< [S, M], [S]
+  A *mid, *mid_bias;          ///< [L, L], [L]
   bool packed;                ///< packed for norm_linear.cu; the same kernel computes `decode`
   bool tf32;                  ///< packed float32 matrices are rounded to TF32
   T* encoder_transposed;      ///< only if packed, and for backward
@@ -171,40 +181,39 @@ struct Prepared {
   T *unit_of_rows, *decode_of_rows, *decode_bias_of_rows;
 };
 
-/// A LayerNorm and the Linear that follows it, and where to write them folded into one Linear.
-template <typename To>
-struct Folded {
+/// A LayerNorm and the Linear that follows it, and where to write them.
+template <typename To, typename A>
+struct Copied {
   const void *weight, *bias, *norm_weight, *norm_bias;
   int outputs, inputs;
   To *to, *transposed, *to_bias;
+  Affine<A> norm;
 };
 
-/// Computes row n, which may be padding.
+/// Copies row n, which may be padding.
 template <typename W, typename T, typename A, typename To>
-__device__ void fold_row(const Folded<To>& f, int n, const Prepared<T, A>& prepared) {
-  const bool real = n < f.outputs;
-  A sum[1] = {};
-  for (int k = threadIdx.x; k < padded(f.inputs, prepared.packed); k += blockDim.x) {
-    const long long at = static_cast<long long>(n) * f.inputs + k;
-    A value = 0;
-    if (real && k < f.inputs) {
-      const A w = read<W>(f.weight, at);
-      value = w * read<W>(f.norm_weight, k);
-      sum[0] += w * read<W>(f.norm_bias, k);
-    }
+__device__ void copy_row(const Copied<To, A>& c, int n, const Prepared<T, A>& prepared) {
+  const bool real = n < c.outputs;
+  for (int k = threadIdx.x; k < padded(c.inputs, prepared.packed); k += blockDim.x) {
+    const long long at = static_cast<long long>(n) * c.inputs + k;
+    const A value = real && k < c.inputs ? read<W>(c.weight, at) : A(0);
     if (!prepared.packed) {
-      f.to[at] = from_accumulator<To>(value);
+      c.to[at] = from_accumulator<To>(value);
       continue;
     }
     if constexpr (!std::is_same_v<A, double>) {
       const To weight = packed_value<To>(value, prepared.tf32);
-      f.to[register_position(n, k, (f.inputs + 15) / 16)] = weight;
-      if (f.transposed == nullptr) continue;
-      f.transposed[register_position(k, n, (f.outputs + 15) / 16)] = weight;
+      c.to[register_position(n, k, (c.inputs + 15) / 16)] = weight;
+      if (c.transposed == nullptr) continue;
+      c.transposed[register_position(k, n, (c.outputs + 15) / 16)] = weight;
     }
   }
-  block_totals<kFinishThreads>(sum);
-  if (real && threadIdx.x == 0) f.to_bias[n] = from_accumulator<To>(read<W>(f.bias, n) + sum[0]);
+  if (real && threadIdx.x == 0) c.to_bias[n] = from_accumulator<To>(read<W>(c.bias, n));
+  if (n > 0) return;
+  for (int k = threadIdx.x; k < padded(c.inputs, true); k += blockDim.x) {
+    c.norm.weight[k] = k < c.inputs ? read<W>(c.norm_weight, k) : A(0);
+    c.norm.bias[k] = k < c.inputs ? read<W>(c.norm_bias, k) : A(0);
+  }
 }
 
 /// Computes frame f of latent l of `decode`, one warp per mel. `inverse`: 1 / the basis vector's
@@ -260,16 +269,17 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
   b -= s.latent * parts;
   if (b < padded(s.latent, to.packed)) {
-    const Folded<A> mid{p.mid_weight, p.mid_bias, p.mid_norm_weight, p.mid_norm_bias, s.latent,
-                        s.latent,     to.mid,     to.mid_transposed, to.mid_bias};
-    return fold_row<W>(mid, b, to);
+    const Copied<A, A> mid{
+        p.mid_weight, p.mid_bias, p.mid_norm_weight, p.mid_norm_bias, s.latent,
+        s.latent,     to.mid,     to.mid_transposed, to.mid_bias,     to.mid_norm};
+    return copy_row<W>(mid, b, to);
   }
   b -= padded(s.latent, to.packed);
   if (b < padded(s.slice_latent, to.packed)) {
-    const Folded<T> encoder{p.encoder_weight, p.encoder_bias,        p.norm_weight,
-                            p.norm_bias,      s.slice_latent,        s.n_mels,
-                            to.encoder,       to.encoder_transposed, to.encoder_bias};
-    return fold_row<W>(encoder, b, to);
+    const Copied<T, A> encoder{
+        p.encoder_weight, p.encoder_bias, p.norm_weight,         p.norm_bias,     s.slice_latent,
+        s.n_mels,         to.encoder,     to.encoder_transposed, to.encoder_bias, to.norm};
+    return copy_row<W>(encoder, b, to);
   }
   b -= padded(s.slice_latent, to.packed);
   for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
@@ -500,11 +510,12 @@ class Walk {
     if (fused_) {
       norm_linear_backward(context_, mid_products(),
                            {rows, 1, s_.latent, s_.latent, dz_, prepared_.mid_transposed,
-                            mid_normal_, exact(mid_inverse_), d_projection, false});
+                            exact(prepared_.mid_norm.weight), mid_normal_, exact(mid_inverse_),
+                            d_projection, false});
     } else {
       multiply(rows, l, l, as_is(dz_, l), as_is(prepared_.mid, l), projection_);
-      normalise_backward(projection_, mid_normal_, mid_inverse_, rows, s_.latent, d_projection,
-                         false);
+      layer_norm_backward(projection_, mid_normal_, mid_inverse_, rows, s_.latent,
+                          prepared_.mid_norm.weight, d_projection, false);
     }
     if (wanted.project) {
       multiply(l, hidden_, rows, transposed(d_projection, l), as_is(slices_, hidden_), sums_.unit,
@@ -526,10 +537,11 @@ class Walk {
       return norm_linear_backward(
           context_, products(),
           {rows, s_.frames, s_.n_mels, s_.slice_latent, slices_, prepared_.encoder_transposed,
-           normal_, exact(inverse_), dx, scores_});
+           exact(prepared_.norm.weight), normal_, exact(inverse_), dx, scores_});
     }
     multiply(frames, m, h, as_is(slices_, h), as_is(prepared_.encoder, m), y_);
-    normalise_backward(y_, normal_, inverse_, frames, s_.n_mels, dx, scores_);
+    layer_norm_backward(y_, normal_, inverse_, frames, s_.n_mels, prepared_.norm.weight, dx,
+                        scores_);
   }
 
   /// Called after the last chunk.
@@ -590,6 +602,12 @@ class Walk {
     const std::int64_t mid = fused_ ? packed_weights(l, l) : l * l;
     prepared_.packed = fused_;
     prepared_.tf32 = tf32_;
+    const auto affine = [&](int columns) -> Affine<A> {
+      const int wide = padded(columns, true);
+      return {pieces.take<A>(wide), pieces.take<A>(wide)};
+    };
+    prepared_.norm = affine(s_.n_mels);
+    prepared_.mid_norm = affine(s_.latent);
     prepared_.encoder = pieces.take<T>(encoder);
     prepared_.mid = pieces.take<A>(mid);
     if (fused_ && kBackward<Call>) {
@@ -653,11 +671,13 @@ class Walk {
     return nullptr;
   }
 
+  /// Whether intermediate results are kept, for backward.
+  bool keeps() const { return slices_ != before_; }
+
   /// Computes slices_, and the intermediate results that backward needs.
   void encode(const T* x, std::int64_t x_stride, std::int64_t rows) {
     const std::int64_t m = s_.n_mels, h = s_.slice_latent, frames = rows * s_.frames;
     if (fused_) {
-      const bool keeps = slices_ != before_;
       return norm_linear(context_, products(),
                          {.rows = rows,
                           .frames = s_.frames,
@@ -665,15 +685,18 @@ class Walk {
                           .outputs = s_.slice_latent,
                           .in = x,
                           .in_stride = x_stride,
+                          .norm_weight = exact(prepared_.norm.weight),
+                          .norm_bias = exact(prepared_.norm.bias),
                           .weights = prepared_.encoder,
                           .bias = prepared_.encoder_bias,
-                          .normal = keeps ? normal_ : nullptr,
-                          .inverse = keeps ? exact(inverse_) : nullptr,
-                          .before = keeps ? before_ : nullptr,
+                          .normal = keeps() ? normal_ : nullptr,
+                          .inverse = keeps() ? exact(inverse_) : nullptr,
+                          .before = keeps() ? before_ : nullptr,
                           .after = slices_});
     }
-    normalise(x, x_stride, s_.frames, frames, s_.n_mels, normal_, inverse_);
-    multiply(frames, h, m, as_is(normal_, m), transposed(prepared_.encoder, m), before_, {},
+    layer_norm(x, x_stride, s_.frames, frames, s_.n_mels, prepared_.norm,
+               keeps() ? normal_ : nullptr, inverse_, y_);
+    multiply(frames, h, m, as_is(y_, m), transposed(prepared_.encoder, m), before_, {},
              prepared_.encoder_bias);
     gelu(before_, slices_, rows, hidden_);  // dense memory: long rows fill the lanes best
   }
@@ -687,7 +710,6 @@ class Walk {
   void make_latent(const A* projection, T* z, std::int64_t rows) {
     const std::int64_t l = s_.latent;
     if (fused_) {
-      const bool keeps = slices_ != before_;
       return norm_linear(context_, mid_products(),
                          {.rows = rows,
                           .frames = 1,
@@ -695,20 +717,24 @@ class Walk {
                           .outputs = s_.latent,
                           .in = projection,
                           .in_stride = l,
+                          .norm_weight = exact(prepared_.mid_norm.weight),
+                          .norm_bias = exact(prepared_.mid_norm.bias),
                           .weights = prepared_.mid,
                           .bias = prepared_.mid_bias,
-                          .normal = keeps ? mid_normal_ : nullptr,
-                          .inverse = keeps ? exact(mid_inverse_) : nullptr,
-                          .before = keeps ? mid_before_ : nullptr,
+                          .normal = keeps() ? mid_normal_ : nullptr,
+                          .inverse = keeps() ? exact(mid_inverse_) : nullptr,
+                          .before = keeps() ? mid_before_ : nullptr,
                           .after = z,
                           .exact_after = kTwice && scores_ ? exact(dz_) : nullptr,
                           .infinite = true});
     }
-    normalise(projection, l, 1, rows, s_.latent, mid_normal_, mid_inverse_);
-    multiply(rows, l, l, as_is(mid_normal_, l), transposed(prepared_.mid, l), mid_before_, {},
+    // dz_ is free until its gradient is computed.
+    layer_norm(projection, l, 1, rows, s_.latent, prepared_.mid_norm,
+               keeps() ? mid_normal_ : nullptr, mid_inverse_, dz_);
+    multiply(rows, l, l, as_is(dz_, l), transposed(prepared_.mid, l), mid_before_, {},
              prepared_.mid_bias);
     if constexpr (kTwice) {
-      gelu(mid_before_, dz_, rows, l);  // dz_ is free until its gradient is computed
+      gelu(mid_before_, dz_, rows, l);
       convert(dz_, z, rows * l);
     } else {
       gelu(mid_before_, z, rows, l);
@@ -793,18 +819,18 @@ class Walk {
                              .activation = Activation::gelu});
   }
   template <typename Element>
-  void normalise(const Element* in, std::int64_t stride, int frames, std::int64_t groups,
-                 int columns, Element* normal, A* inverse) {
-    launch_kernel({context_, divide_up(32 * groups, kThreads), kThreads}, "LayerNorm",
-                  normalise_kernel<Element, A>, in, stride, frames, groups, columns, normal,
-                  inverse);
+  void layer_norm(const Element* in, std::int64_t stride, int frames, std::int64_t segments,
+                  int columns, Affine<A> affine, Element* normal, A* inverse, Element* out) {
+    launch_kernel({context_, divide_up(32 * segments, kThreads), kThreads}, "LayerNorm",
+                  layer_norm_kernel<Element, A>, in, stride, frames, segments, columns, affine,
+                  normal, inverse, out);
   }
   template <typename Element>
-  void normalise_backward(const Element* d, const Element* normal, const A* inverse,
-                          std::int64_t groups, int columns, T* out, bool add) {
-    launch_kernel({context_, divide_up(32 * groups, kThreads), kThreads}, "LayerNorm backward",
-                  normalise_backward_kernel<Element, A, T>, d, normal, inverse, groups, columns,
-                  out, add);
+  void layer_norm_backward(const Element* d, const Element* normal, const A* inverse,
+                           std::int64_t segments, int columns, const A* weight, T* out, bool add) {
+    launch_kernel({context_, divide_up(32 * segments, kThreads), kThreads}, "LayerNorm backward",
+                  layer_norm_backward_kernel<Element, A, T>, d, normal, inverse, segments, columns,
+                  weight, out, add);
   }
 
   const Context& context_;

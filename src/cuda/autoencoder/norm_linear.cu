@@ -142,6 +142,19 @@ __global__ void __launch_bounds__(32 * kWarps)
     }
   }
 
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    if (b >= input_blocks) break;
+    const int column = 16 * b + 4 * (lane % 4);
+    const Four<float> weight = load_four(c.norm_weight + column);
+    const Four<float> bias = load_four(c.norm_bias + column);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[b].v[r][i] = fmaf(values[b].v[r][i], weight[i], bias[i]);
+    }
+  }
+
   const auto before = rows_of(static_cast<In*>(c.before), c.outputs, a.before_vectors);
   const auto after = rows_of(static_cast<Out*>(c.after), c.outputs, a.after_vectors);
   const auto exact_after = rows_of(c.exact_after, c.outputs, a.exact_vectors);
@@ -221,10 +234,12 @@ __global__ void __launch_bounds__(32 * kWarps)
   for (int b = 0; b < kBlocks; ++b) {
     if (b >= input_blocks) break;
     const Block n = normal.load(b);
+    const Four<float> weight = load_four(c.norm_weight + 16 * b + 4 * (lane % 4));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        gradient[b].v[r][i] *= weight[i];
         sums[r] += gradient[b].v[r][i];
         products[r] = fmaf(gradient[b].v[r][i], n.v[r][i], products[r]);
       }

@@ -31,14 +31,15 @@ struct NormLinear {
   int frames, inputs, outputs;
   const void* in;  ///< [rows, frames, inputs]
   std::int64_t in_stride;
-  const void* weights;  ///< packed, of `in`'s type
-  const void* bias;     ///< [outputs], of `in`'s type
-  void* normal;         ///< [rows, frames, inputs], of `in`'s type
-  float* inverse;       ///< [rows, frames]: 1 / deviation
-  void* before;         ///< [rows, frames, outputs], of `in`'s type: input of the GELU
-  void* after;          ///< [rows, frames, outputs], of `out`'s type: output of the GELU
-  float* exact_after;   ///< `after` before rounding
-  bool infinite;        ///< infinite results are visible and must match torch's
+  const float *norm_weight, *norm_bias;  ///< [inputs], padded with zeros to a multiple of 16
+  const void* weights;                   ///< packed, of `in`'s type
+  const void* bias;                      ///< [outputs], of `in`'s type
+  void* normal;        ///< [rows, frames, inputs], of `in`'s type: (in - mean) / deviation
+  float* inverse;      ///< [rows, frames]: 1 / deviation
+  void* before;        ///< [rows, frames, outputs], of `in`'s type: input of the GELU
+  void* after;         ///< [rows, frames, outputs], of `out`'s type: output of the GELU
+  float* exact_after;  ///< `after` before rounding
+  bool infinite;       ///< infinite results are visible and must match torch's
 };
 void norm_linear(const Context& context, const NormProducts& products, const NormLinear& call);
 
@@ -46,9 +47,10 @@ void norm_linear(const Context& context, const NormProducts& products, const Nor
 struct NormLinearBackward {
   std::int64_t rows;
   int frames, inputs, outputs;
-  const void* d;        ///< [rows, frames, outputs], of `in`'s type
-  const void* weights;  ///< the transposed matrix, packed
-  const void* normal;   ///< [rows, frames, inputs], of `in`'s type
+  const void* d;             ///< [rows, frames, outputs], of `in`'s type
+  const void* weights;       ///< the transposed matrix, packed
+  const float* norm_weight;  ///< [inputs], padded with zeros to a multiple of 16
+  const void* normal;        ///< [rows, frames, inputs], of `in`'s type: (in - mean) / deviation
   const float* inverse;
   void* d_in;  ///< [rows, frames, inputs], of `out`'s type
   bool add;    ///< adds to d_in
