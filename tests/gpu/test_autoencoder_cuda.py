@@ -77,8 +77,12 @@ BACKWARD = {"wgmma", "block16", "warps", "general"}
 def test_default_sizes_in_every_implementation(dtypes, rows):
     """All of them can be forced, for any number of rows."""
     for output in OUTPUTS:
-        case = make_case(rows, DEFAULT, "cuda", DTYPES[dtypes], output=output)
-        checked = case.check_every_implementation()
+        # The error of a single score is a matter of luck.
+        case, *others = (
+            make_case(rows, DEFAULT, "cuda", DTYPES[dtypes], output=output)
+            for _ in range(8 if rows == 1 else 1)
+        )
+        checked = case.check_every_implementation(*others)
         exact = dtypes == "fp32" or output == "latent"  # which wgmma does not do
         if HOPPER:
             assert checked == (FORWARD | BACKWARD) - ({"wgmma"} if exact else set())
@@ -238,6 +242,9 @@ def test_norms_in_general(numbers, kind):
             (17, "reconstruction"),
             (777, "score"),
         ):
+            # torch multiplies few rows without TF32, even where that is allowed.
+            if kind == "tf32" and rows < 100:
+                continue
             # The largest of a few rounding errors is a matter of luck: few rows need more draws.
             draws = 1 if rows > 100 else 3
             cases = [

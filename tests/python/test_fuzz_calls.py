@@ -60,6 +60,33 @@ def test_a_planted_error_is_found_and_can_be_had_again(fuzz, capsys, monkeypatch
     assert fuzz.main(shlex.split(command)) == 0  # without the error
 
 
+def test_a_small_error_counts_if_it_shows_again(fuzz, capsys, monkeypatch):
+    """A larger one counts even if it does not."""
+
+    def first_value(case):
+        return case.x.flatten()[0].item()
+
+    def breaking(error, bad):
+        def check(case, *others):
+            if first_value(case) in bad:
+                raise AssertionError(f"y: off by {error} where 0.2 is allowed")
+
+        return check
+
+    seed = 3
+    first, *_, last = (
+        first_value(fuzz.drawn("linear_act", "cpu", seed, 0, redraw)[0])
+        for redraw in range(fuzz.REDRAWS + 1)
+    )
+    assert first != last
+    for error, bad, failed in ((0.3, [first], 0), (0.3, [first, last], 1), (0.5, [first], 1)):
+        monkeypatch.setattr(fuzz, "check", breaking(error, bad))
+        assert fuzz.main(["linear_act", "--calls=1", f"--seed={seed}"]) == failed
+        said = capsys.readouterr().out
+        assert f"linear_act: 1 calls, {failed} failed" in said
+        assert ("not counted: y: off by 0.3" in said) == (failed == 0)
+
+
 def test_each_run_has_a_seed_of_its_own(fuzz, capsys):
     for _ in range(2):
         assert fuzz.main(["linear_act", "--calls=0"]) == 0

@@ -14,6 +14,7 @@ namespace fusewise::cuda {
 namespace {
 
 constexpr int kMostCandidates = 8;
+constexpr int kMostDivisors = 32;  // more neighbouring numbers than this never all divide a sum
 constexpr std::size_t kMostWorkspace = 32 << 20;  // NVIDIA's advice for Hopper
 
 void check_blas(cublasStatus_t status, const char* doing) {
@@ -139,7 +140,8 @@ bool add_every_term(const Context& context, Description& description, Algorithm&
     return count > 1 && description.inner % step != 0 && description.inner / step % count == 0;
   };
   if (step == 0 || !loses(parts)) return true;
-  for (std::int32_t i = 2; i <= 2 * parts; ++i) {
+  // 60 steps, say, divide evenly by 2 to 6.
+  for (std::int32_t i = 2; i <= 2 * (parts + kMostDivisors); ++i) {
     const std::int32_t other = parts + (i % 2 == 0 ? i / 2 : -(i / 2));  // one more, one fewer, ...
     if (other < 2 || loses(other)) continue;
     Algorithm changed = algorithm;
