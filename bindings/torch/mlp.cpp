@@ -21,18 +21,18 @@ namespace fusewise::binding {
 namespace {
 
 /// A tensor [..., K] as the matrix [M, K], and the owner of its memory.
-struct Rows {
+struct HeldMatrix {
   Tensor tensor;
   TensorView view;
 };
 
-Rows rows_of(const char* name, const Tensor& tensor, Layout layout, bool leading = true) {
-  Rows rows{tensor, {}};
+HeldMatrix matrix_of(const char* name, const Tensor& tensor, Layout layout, bool leading = true) {
+  HeldMatrix rows{tensor, {}};
   if (auto copy = point_at(rows.view, name, tensor, layout, leading)) rows.tensor = *copy;
   return rows;
 }
 
-Rows weight_rows(const Tensor& w) { return rows_of("w", w, Layout::matrix, false); }
+HeldMatrix weight_matrix(const Tensor& w) { return matrix_of("w", w, Layout::matrix, false); }
 
 std::int64_t rows_in(const TensorView& t) { return t.rank >= 1 ? t.sizes[0] : 0; }
 
@@ -105,17 +105,17 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
   check(layers >= 1, "weights: expected at least one");
   check(biases.empty() || biases.size() == layers, "biases: expected ", layers, " as weights, got ",
         biases.size());
-  const Rows x_rows = in_layer(0, [&] { return rows_of("x", x, Layout::matrix); });
+  const HeldMatrix x_rows = in_layer(0, [&] { return matrix_of("x", x, Layout::matrix); });
   call.x = x_rows.view;
   const DType dtype = call.x.dtype;
   const std::int64_t m = call.x.sizes[0];
-  std::vector<Rows> w(layers);
+  std::vector<HeldMatrix> w(layers);
   std::vector<Tensor> b(biases.size());
   std::vector<MlpLayer> views(layers);
   std::int64_t widest[2] = {0, 0};  // of the hidden layers with even and with odd numbers
   for (std::size_t i = 0; i < layers; ++i) {
     in_layer(i, [&] {
-      w[i] = weight_rows(weights[i]);
+      w[i] = weight_matrix(weights[i]);
       views[i].w = w[i].view;
       if (biases.empty()) return;
       b[i] = dense(biases[i]);
@@ -131,7 +131,7 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
     const std::int64_t n = rows_in(views[i].w);
     if (save || i + 1 == layers) {
       y = new_with_last(x, dtype, n);
-      views[i].y = rows_of("y", y, Layout::rows).view;
+      views[i].y = matrix_of("y", y, Layout::rows).view;
       if (i + 1 < layers) saved.push_back(y);
     } else {
       if (i < 2) scratch[i] = new_dense(x, dtype, {m * widest[i]});
@@ -141,7 +141,7 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
     if (save && is_kept(call, i, layers)) {
       const bool last = i + 1 == layers;
       kept.push_back(new_kept(x, last ? call.final_activation : call.activation, dtype, m, n));
-      views[i].kept = rows_of("kept", kept.back(), Layout::rows).view;
+      views[i].kept = matrix_of("kept", kept.back(), Layout::rows).view;
     }
   }
   call.layers = views;
@@ -166,20 +166,21 @@ std::vector<Tensor> mlp_backward(const Tensor& dy, const Tensor& x,
   check(saved.size() == expected && needs.size() == 2 * layers, "saved: expected the ", expected,
         " tensors that forward saved, got ", saved.size());
 
-  const Rows dy_rows = rows_of("dy", dy, Layout::any), x_rows = rows_of("x", x, Layout::matrix);
+  const HeldMatrix dy_rows = matrix_of("dy", dy, Layout::any),
+                   x_rows = matrix_of("x", x, Layout::matrix);
   call.dy = dy_rows.view;
   call.x = x_rows.view;
   const DType dtype = call.dy.dtype;
-  std::vector<Rows> held;  // weights and saved tensors
+  std::vector<HeldMatrix> held;  // weights and saved tensors
   std::vector<Gradient> dw;
   std::vector<Tensor> db;
   std::vector<MlpLayer> views(layers);
-  const auto hold = [&](const Rows& rows) { return held.emplace_back(rows).view; };
+  const auto hold = [&](const HeldMatrix& rows) { return held.emplace_back(rows).view; };
   for (std::size_t i = 0, next = layers - 1; i < layers; ++i) {
     MlpLayer& layer = views[i];
-    layer.w = hold(weight_rows(weights[i]));
-    if (i + 1 < layers) layer.y = hold(rows_of("y", saved[i], Layout::rows));
-    if (is_kept(call, i, layers)) layer.kept = hold(rows_of("kept", saved[next++], Layout::rows));
+    layer.w = hold(weight_matrix(weights[i]));
+    if (i + 1 < layers) layer.y = hold(matrix_of("y", saved[i], Layout::rows));
+    if (is_kept(call, i, layers)) layer.kept = hold(matrix_of("kept", saved[next++], Layout::rows));
     layer.dw = dw.emplace_back(weights[i], dtype, needs[i] != 0).view();
     db.push_back(new_dense(x, dtype, {needs[layers + i] ? layer.w.sizes[0] : 0}));
     if (needs[layers + i]) layer.db = view_of("db", db.back());

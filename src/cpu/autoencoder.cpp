@@ -37,12 +37,12 @@ constexpr Index kFewestRows = 16;  // in a group, if there are only two groups
 
 /// Memory that a thread reuses from call to call, so that only the result is allocated.
 template <typename A>
-class Kept {
+class ThreadMemory {
  public:
-  Kept() = default;
-  ~Kept() { ::operator delete(data_, kAlignment); }
-  Kept(const Kept&) = delete;
-  Kept& operator=(const Kept&) = delete;
+  ThreadMemory() = default;
+  ~ThreadMemory() { ::operator delete(data_, kAlignment); }
+  ThreadMemory(const ThreadMemory&) = delete;
+  ThreadMemory& operator=(const ThreadMemory&) = delete;
 
   A* at_least(Index count) {
     if (count > size_) {
@@ -111,7 +111,7 @@ Sizes sizes_of(const AutoencoderWeights& weights) {
 /// Comparing the weights costs a fiftieth of folding the decoder, and nobody has to report changes.
 template <typename A>
 struct Folding {
-  Kept<A> memory, widened;
+  ThreadMemory<A> memory, widened;
   Sizes sizes{};
   bool foldable = false;
 
@@ -213,7 +213,7 @@ struct Forward {
     const Index workers = std::clamp<Index>((rows + step - 1) / step, rows > 0 ? 1 : 0, all);
     std::atomic<Index> next{0};
     parallel_for(context, workers, [&](Index begin, Index end) {
-      thread_local Kept<A> scratch;
+      thread_local ThreadMemory<A> scratch;
       const Taken folded(folding<A, kSet>());
       const Model<A> model = folded->model(weight_kernels, call.weights);
       const auto x = frames_of<const T>(call.x, model.sizes);
@@ -286,12 +286,12 @@ struct Backward {
                                 : in_steps((rows + kGroups - 1) / kGroups, kGroupRows);
     const Index groups = std::max<Index>(1, (rows + per_group - 1) / per_group);
     const Layout layout(call, sizes_of(call.weights));
-    thread_local std::unique_ptr<Kept<A>> place;
+    thread_local std::unique_ptr<ThreadMemory<A>> place;
     const Taken kept(place);
     A* sums = kept->at_least(groups * layout.all);
 
     parallel_for(context, groups, [&](Index begin, Index end) {
-      thread_local Kept<A> scratch;
+      thread_local ThreadMemory<A> scratch;
       const Taken folded(folding<A, kSet>());
       const Model<A> model = folded->model(weight_kernels, call.weights);
       const auto x = frames_of<const T>(call.x, model.sizes);
@@ -325,7 +325,7 @@ struct Backward {
       for (Index part = begin; part < end; ++part) {
         const bool basis = part == 1;
         if (!basis) {
-          thread_local Kept<A> scratch;
+          thread_local ThreadMemory<A> scratch;
           kernels.finish(model, added, scratch.at_least(model.sizes.mels * model.sizes.latent));
         } else if (layout.wanted[kBasis]) {
           kernels.finish_basis(model, added);

@@ -170,11 +170,11 @@ class Image {
 
 /// A matrix of sums, one row per sample: the caller's, or scratch.
 template <typename A>
-class Rows {
+class SampleSums {
  public:
-  Rows(const Context& context, Index rows, Index columns)
+  SampleSums(const Context& context, Index rows, Index columns)
       : own_(context, rows * columns), data_(own_.data()), stride_(columns) {}
-  Rows(const Context& context, const TensorView& t, Index rows, Index columns)
+  SampleSums(const Context& context, const TensorView& t, Index rows, Index columns)
       : own_(context, t.defined() ? 0 : rows * columns),
         data_(t.defined() ? static_cast<A*>(t.data) : own_.data()),
         stride_(t.defined() ? t.strides[0] : columns) {}
@@ -329,7 +329,7 @@ class Passes {
  private:
   const Kernels<T>& kernels_;
   const Walk& walk_;
-  Rows<A> partial_;
+  SampleSums<A> partial_;
 };
 
 /// Repeats one row of channel values until it is as wide as the rows of the kernels.
@@ -427,7 +427,7 @@ class Forward {
   const Plan plan_;
   const Image<T> x_, y_;
   const Passes<T> passes_;
-  const Rows<A> pooled_, hidden_, gates_, active_, wide_gates_;
+  const SampleSums<A> pooled_, hidden_, gates_, active_, wide_gates_;
   const bool stream_;
 };
 
@@ -521,7 +521,7 @@ class Backward {
   void weight_gradients(const Context& context) const {
     const AllThreads loop{context};
     if (call_.dw2.defined()) {
-      const Rows<A> active(context, samples_, reduced_);
+      const SampleSums<A> active(context, samples_, reduced_);
       for (Index n = 0; n < samples_; ++n) {
         for (Index r = 0; r < reduced_; ++r) {
           active[n][r] = math::activate(call_.activation, hidden_[n][r]);
@@ -536,7 +536,7 @@ class Backward {
     if (call_.db1.defined()) add_samples(dz_, reduced_, weight(call_.db1));
   }
 
-  void products(const AllThreads& loop, const Rows<A>& a, const Rows<A>& b, Index rows,
+  void products(const AllThreads& loop, const SampleSums<A>& a, const SampleSums<A>& b, Index rows,
                 Index columns, W* out) const {
     loop(rows, samples_ * columns, [&](Index begin, Index end) {
       weights_.outer_products(a[0] + begin, a.stride(), b[0], b.stride(), samples_, end - begin,
@@ -544,7 +544,7 @@ class Backward {
     });
   }
 
-  void add_samples(const Rows<A>& rows, Index columns, W* out) const {
+  void add_samples(const SampleSums<A>& rows, Index columns, W* out) const {
     const A one = 1;
     weights_.outer_products(&one, 0, rows[0], rows.stride(), samples_, 1, columns, out, columns);
   }
@@ -557,7 +557,7 @@ class Backward {
   const Plan plan_;
   const Image<T> x_, dy_, dx_;
   const Passes<T> passes_;
-  const Rows<A> pooled_, hidden_, gates_, dz2_, dz_, dp_, wide_gates_;
+  const SampleSums<A> pooled_, hidden_, gates_, dz2_, dz_, dp_, wide_gates_;
   const bool stream_;
 };
 

@@ -646,7 +646,7 @@ void run_block16(const Context& context, const AutoencoderBackwardArguments& cal
   const Scratch<float> sums(context,
                             finishes(call) ? kSums.floats * std::max<std::int64_t>(blocks, 1) : 0);
   pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, true,
-               kLayout, packed.data(), PackedOrder::memory);
+               kLayout, packed.data(), PackedOrder::shared);
   const Arguments a{
       call.x,     call.d_out,    call.d_z,         static_cast<const float*>(call.d_score),
       projection, call.dx,       packed.data(),    sums.data(),

@@ -36,13 +36,13 @@ struct Arguments {
   long long rows, x_stride;
 };
 
-/// The frame's column at position `place` of a GEMM's result. The order is chosen so that a lane's
-/// results are the columns of the vectors that it loads.
+/// The frame's column at position `position` of a GEMM's result. The order is chosen so that a
+/// lane's results are the columns of the vectors that it loads.
 template <typename T>
-__host__ __device__ constexpr int mel_at(int place) {
+__host__ __device__ constexpr int mel_at(int position) {
   constexpr int kVector = Vector<T>::kSize;
-  const int c = place / 8 * 2 + place % 2;
-  return c / kVector * 4 * kVector + place % 8 / 2 * kVector + c % kVector;
+  const int c = position / 8 * 2 + position % 2;
+  return c / kVector * 4 * kVector + position % 8 / 2 * kVector + c % kVector;
 }
 
 /// Shared-memory layout of packed weights with kInputs inputs.
@@ -80,13 +80,13 @@ static_assert(sizeof(Shared<float, true>) <= 227 * 1024);
 /// Where a thread's values are in panels. put() stores two tiles of values in the order of a GEMM's
 /// result. take() reads the pair of a tile in row g + 8 r, scaled by kStored.
 template <typename T>
-class Place;
+class PanelAccess;
 template <>
-class Place<float> {
+class PanelAccess<float> {
  public:
   static constexpr float kStored = 1.f + kCutLoss;
 
-  __device__ __forceinline__ Place(int group, int warp, int lane) {
+  __device__ __forceinline__ PanelAccess(int group, int warp, int lane) {
     const int g = lane / 4, t = lane % 4, row = 16 * (warp % 2) + g;
     panel_ = 32 * (2 * group + warp / 2);
     even_ = 2 * t * 32 + ((row / 4 ^ 2 * t) * 4) + row % 4;
@@ -120,11 +120,11 @@ class Place<float> {
 };
 template <typename T>
   requires(sizeof(T) == 2)
-class Place<T> {
+class PanelAccess<T> {
  public:
   static constexpr float kStored = 1.f;
 
-  __device__ __forceinline__ Place(int group, int warp, int lane)
+  __device__ __forceinline__ PanelAccess(int group, int warp, int lane)
       : line_((64 * group + 16 * warp + lane % 16) * 64),
         line_xor_(lane % 8),
         line_tile_(lane / 16),
@@ -152,10 +152,10 @@ class Place<T> {
 };
 
 template <typename T, int kColumns, int kSize>
-__device__ __forceinline__ void put_all(const Place<T>& place, Panel<T, kColumns>& to,
+__device__ __forceinline__ void put_all(const PanelAccess<T>& access, Panel<T, kColumns>& to,
                                         const float (&v)[kSize]) {
 #pragma unroll
-  for (int j = 0; j < kSize / 4; j += 2) place.put(to, j, v + 4 * j);
+  for (int j = 0; j < kSize / 4; j += 2) access.put(to, j, v + 4 * j);
 }
 
 /// Issues d = left times weights, or d += left times weights. A lane has a quarter of the values of
@@ -217,14 +217,14 @@ __device__ __forceinline__ void normalise(float (&d)[kSize], float (&inverse)[2]
 /// LayerNorm backward. The normalised values are read from a panel.
 template <typename T, int kColumns, int kSize>
 __device__ __forceinline__ void denormalise(float (&d)[kSize], const float (&inverse)[2],
-                                            const Place<T>& place,
+                                            const PanelAccess<T>& access,
                                             const Panel<T, kColumns>& normal) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float2 n[kSize / 4];
 #pragma unroll
-    for (int j = 0; j < kSize / 4; ++j) n[j] = place.take(normal, j, r);
-    constexpr float kScale = 1.f / (2 * kSize * Place<T>::kStored * Place<T>::kStored);
+    for (int j = 0; j < kSize / 4; ++j) n[j] = access.take(normal, j, r);
+    constexpr float kScale = 1.f / (2 * kSize * PanelAccess<T>::kStored * PanelAccess<T>::kStored);
     normalise_row_backward<kSize / 4, 2, 4>(
         [&](int j, int i) -> float& { return d[4 * j + 2 * r + 1 - i]; },
         [&](int j, int i) { return i == 0 ? n[j].y : n[j].x; }, row_sum, kSize / 4, kScale,
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& s = *reinterpret_cast<Shared<T, kScores>*>(memory);
   const int group = warp_index() / 4, warp = warp_index() % 4, lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4;
-  const Place<T> place(group, warp, lane);
+  const PanelAccess<T> access(group, warp, lane);
   const T* x = static_cast<const T*>(a.x);
   const T* incoming = static_cast<const T*>(kScores ? a.x : a.d_out);
   const long long incoming_stride = kScores ? a.x_stride : kFrames * kMels;
@@ -430,10 +430,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       __syncthreads();  // the weights have landed; nothing of the previous rows is needed any more
       fill(z, s.floats + kLayout.mid_bias, t);
       multiply<T, true>(z, normal, s.resident + 4 * kLayout.mid);
-      put_all(place, s.c, normal);
+      put_all(access, s.c, normal);
       wait_for_products();
       gelu_and_slopes<P>(z, mid_slopes);
-      put_all(place, s.latents, z);
+      put_all(access, s.latents, z);
       __syncwarp();  // a lane may read what other lanes stored for it
     }
     // ---- back through the decoder
@@ -449,9 +449,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float2 pair = place.take(s.latents, j, r);
-            z[4 * j + 2 * r] = pair.x * (1.f / Place<T>::kStored);
-            z[4 * j + 2 * r + 1] = pair.y * (1.f / Place<T>::kStored);
+            const float2 pair = access.take(s.latents, j, r);
+            z[4 * j + 2 * r] = pair.x * (1.f / PanelAccess<T>::kStored);
+            z[4 * j + 2 * r + 1] = pair.y * (1.f / PanelAccess<T>::kStored);
           }
         }
         fill_frame<T>(y, s.floats + kLayout.decode_bias, t);
@@ -468,7 +468,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       stage(f + 1 < kFrames ? incoming : x, f + 1 < kFrames ? incoming_stride : a.x_stride, row,
             (f + 1) % kFrames);
       fetch_step(f + 1);
-      put_all(place, rows, d);
+      put_all(access, rows, d);
       add_both_rows(bias, d);
       if constexpr (kScores) {
         // The score compares the output with x, so x has a direct gradient as well.
@@ -487,7 +487,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     multiply_by(dz, mid_slopes);
     float d_projection[16];
     multiply<T, false>(d_projection, dz, s.resident + 4 * kLayout.mid_transposed);
-    put_all(place, s.b, dz);
+    put_all(access, s.b, dz);
     {
       float v[8] = {};
       add_both_rows(v, dz);
@@ -495,7 +495,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       mid_bias += v[0];
     }
     wait_for_products();
-    denormalise(d_projection, mid_inverse, place, s.c);
+    denormalise(d_projection, mid_inverse, access, s.c);
     show_to_products();
     __syncthreads();  // the bottleneck's operands are ready; z may be overwritten
     if (group == 1) {
@@ -503,7 +503,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       add_rows<T>(mid_sums, s.b, s.c);
       wait_for_products();
     }
-    put_all(place, s.latents, d_projection);
+    put_all(access, s.latents, d_projection);
     __syncthreads();  // the sums are done
 
     // ---- back through the encoder
@@ -526,10 +526,10 @@ __global__ void __launch_bounds__(kThreads, 1)
           fetch_step(0);
         }
         announce(tile + gridDim.x, f);
-        put_all(place, s.a, normal);
+        put_all(access, s.a, normal);
         wait_for_products();
         gelu_and_slopes<P>(h, slopes);
-        put_all(place, s.b, h);
+        put_all(access, s.b, h);
       }
       float d[32];
       multiply<T, false>(d, d_projection, s.frame[step % 2]);
@@ -538,7 +538,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       float raw[32];
       // Computed even if dx is not wanted: a GEMM inside a branch is not overlapped.
       multiply<T, false>(raw, d, s.resident + 4 * kLayout.encode_transposed);
-      put_all(place, s.c, d);
+      put_all(access, s.c, d);
       {
         float v[16] = {};
         add_both_rows(v, d);
@@ -551,7 +551,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       __syncthreads();  // the encoder's operands and the next step's weights are ready
       const auto finish_dx = [&] {
         if (dx == nullptr) return;
-        denormalise(raw, inverse, place, s.a);
+        denormalise(raw, inverse, access, s.a);
         if constexpr (kScores) {
           // Issue all loads before the first store: loads after a store would wait for it.
           each_vector<T>([&](int r, int q) {
@@ -644,7 +644,7 @@ void run_wgmma(const Context& context, const AutoencoderBackwardArguments& call)
                                                      limits_of(context.device).multiprocessors);
   const Scratch<float> sums(context, kSums.floats * blocks);
   pack_weights(context, sizes, call.parameters, call.parameter_dtype, call.dtype, kind, true,
-               kLayout, packed.data(), PackedOrder::groups);
+               kLayout, packed.data(), PackedOrder::wgmma);
   const Arguments a{call.x,
                     call.d_out,
                     static_cast<const float*>(call.d_score),

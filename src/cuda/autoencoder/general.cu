@@ -308,8 +308,9 @@ struct Sums {
 
 template <typename W, typename A>
 __global__ void __launch_bounds__(kFinishThreads)
-    finish_kernel(AutoencoderTensors<const void*> p, AutoencoderTensors<void*> g,
-                  AutoencoderSizes s, const A* inverse_norm, Sums<A> sums, bool decodes) {
+    parameter_gradients_kernel(AutoencoderTensors<const void*> p, AutoencoderTensors<void*> g,
+                               AutoencoderSizes s, const A* inverse_norm, Sums<A> sums,
+                               bool decodes) {
   const auto bias = [&](int first) {
     return [=](int n) {
       A sum = 0;
@@ -394,7 +395,7 @@ constexpr DType kDType<__nv_bfloat16> = DType::bf16;
 
 /// An operand of a GEMM.
 template <typename Element>
-struct Side {
+struct Operand {
   const Element* data;
   std::int64_t stride;
   bool transposed;
@@ -402,22 +403,22 @@ struct Side {
   Matrix matrix() const { return {const_cast<Element*>(data), stride, transposed}; }
 };
 template <typename Element>
-Side<Element> as_is(const Element* data, std::int64_t stride) {
+Operand<Element> as_is(const Element* data, std::int64_t stride) {
   return {data, stride, false};
 }
 template <typename Element>
-Side<Element> transposed(const Element* data, std::int64_t stride) {
+Operand<Element> transposed(const Element* data, std::int64_t stride) {
   return {data, stride, true};
 }
 
 /// The steps for one chunk of rows, with scratch memory for the largest chunk.
 template <typename T>
-class Walk {
+class GeneralPath {
  public:
   using A = Accumulator<T>;
 
   template <typename Call>
-  Walk(const Context& context, const Call& call)
+  GeneralPath(const Context& context, const Call& call)
       : context_(context),
         s_(call.sizes),
         width_(std::int64_t{s_.frames} * s_.n_mels),
@@ -558,8 +559,9 @@ class Walk {
     }
     dispatch_parameters<A>(call.parameter_dtype, [&]<typename W>(W) {
       launch_kernel({context_, 2 * (std::int64_t{s_.latent} + s_.n_mels), kFinishThreads},
-                    "computing the autoencoder's gradients", finish_kernel<W, A>, call.parameters,
-                    call.gradients, s_, prepared_.inverse_norm, sums_, decodes(call));
+                    "computing the autoencoder's gradients", parameter_gradients_kernel<W, A>,
+                    call.parameters, call.gradients, s_, prepared_.inverse_norm, sums_,
+                    decodes(call));
     });
   }
 
@@ -787,8 +789,8 @@ class Walk {
 
   /// d = a b + bias, or d += a b. Rows of d are contiguous.
   template <typename In, typename Out>
-  void multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, Side<In> a, Side<In> b,
-                Out* d, Options options = {}, const Out* bias = nullptr) {
+  void multiply(std::int64_t rows, std::int64_t columns, std::int64_t inner, Operand<In> a,
+                Operand<In> b, Out* d, Options options = {}, const Out* bias = nullptr) {
     cuda::multiply(context_, {.rows = rows,
                               .columns = columns,
                               .inner = inner,
@@ -851,20 +853,20 @@ class Walk {
 
 void run_general(const Context& context, const AutoencoderForwardArguments& call) {
   dispatch_dtype(call.dtype, [&]<typename T>(T) {
-    Walk<T> walk(context, call);
-    for (std::int64_t row = 0; row < call.sizes.rows; row += walk.chunk()) {
-      walk.forward(call, row, std::min(walk.chunk(), call.sizes.rows - row));
+    GeneralPath<T> path(context, call);
+    for (std::int64_t row = 0; row < call.sizes.rows; row += path.chunk()) {
+      path.forward(call, row, std::min(path.chunk(), call.sizes.rows - row));
     }
   });
 }
 
 void run_general(const Context& context, const AutoencoderBackwardArguments& call) {
   dispatch_dtype(call.dtype, [&]<typename T>(T) {
-    Walk<T> walk(context, call);
-    for (std::int64_t row = 0; row < call.sizes.rows; row += walk.chunk()) {
-      walk.backward(call, row, std::min(walk.chunk(), call.sizes.rows - row));
+    GeneralPath<T> path(context, call);
+    for (std::int64_t row = 0; row < call.sizes.rows; row += path.chunk()) {
+      path.backward(call, row, std::min(path.chunk(), call.sizes.rows - row));
     }
-    if (finishes(call)) walk.finish(call);
+    if (finishes(call)) path.finish(call);
   });
 }
 

@@ -103,7 +103,8 @@ __device__ void finish_decoder(const Finish& a, int m, float* scratch) {
 }
 
 template <typename W>
-__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ Finish a) {
+__global__ void __launch_bounds__(kFinishThreads)
+    parameter_gradients_kernel(const __grid_constant__ Finish a) {
   extern __shared__ float row[];
   float* scratch = row + a.frames * a.slice_latent;
   wait_for_previous_kernel();
@@ -163,7 +164,7 @@ void finish_gradients(const Context& context, const AutoencoderBackwardArguments
   dispatch_short_dtype(call.parameter_dtype, [&]<typename W>(W) {
     launch_kernel(
         {context, 2 * (std::int64_t{sizes.latent} + sizes.n_mels), kFinishThreads, shared, true},
-        "computing the autoencoder's gradients", finish_kernel<W>, a);
+        "computing the autoencoder's gradients", parameter_gradients_kernel<W>, a);
   });
 }
 

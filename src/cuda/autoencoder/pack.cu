@@ -34,20 +34,20 @@ struct Packing {
 
 /// What a matrix's inputs or outputs are, if its element order depends on that: a frame's columns,
 /// or the bottleneck on both sides.
-enum class Side { other, mel_inputs, mel_outputs, bottleneck };
+enum class MatrixRole { other, mel_inputs, mel_outputs, bottleneck };
 
 /// Weight layout for wgmma: one line of up to 128 bytes of inputs per output, swizzled by eighths
 /// of such a line. Inputs are in the order that left operands have in registers. A frame's columns
 /// are placed so that a lane gets those that it loads together.
 template <typename E>
-__device__ __forceinline__ int group_position(int n, int k, int inputs, Side side) {
+__device__ __forceinline__ int wgmma_position(int n, int k, int inputs, MatrixRole role) {
   constexpr int kVector = 16 / sizeof(E);
   const auto place = [](int m) {
     const int c = m / (4 * kVector) * kVector + m % kVector;
     return 8 * (c / 2) + 2 * (m / kVector % 4) + c % 2;
   };
-  if (side == Side::mel_outputs) n = place(n);
-  if (side == Side::mel_inputs) k = place(k);
+  if (role == MatrixRole::mel_outputs) n = place(n);
+  if (role == MatrixRole::mel_inputs) k = place(k);
   if (sizeof(E) == 4) k = (k & ~7) | (k >> 1 & 3) | (k & 1) << 2;
   const int line = min(inputs, 8 * kVector), row = n % 8;
   const int chunk = k % line / kVector ^ (line == 8 * kVector ? row : row / 2);
@@ -59,17 +59,17 @@ __device__ __forceinline__ int group_position(int n, int k, int inputs, Side sid
 /// except for the bottleneck, whose operands mma_shared.cuh has in registers.
 template <typename E>
 __device__ __forceinline__ int position(PackedOrder order, int n, int k, int input_blocks,
-                                        Side side) {
-  if (order == PackedOrder::groups) return group_position<E>(n, k, 16 * input_blocks, side);
+                                        MatrixRole role) {
+  if (order == PackedOrder::wgmma) return wgmma_position<E>(n, k, 16 * input_blocks, role);
   if (order == PackedOrder::registers) return register_position(n, k, input_blocks);
   int tile, g, t = (k & 15) >> 2, i = k & 3;
   if (sizeof(E) == 4) {
     // Outputs in the order of mma_shared.cuh's results.
     tile = n >> 5 << 2 | (n >> 2 & 3), g = n >> 2 & 4 | (n & 3);
-    if (side != Side::bottleneck) t = k & 3, i = (k & 15) >> 2;
+    if (role != MatrixRole::bottleneck) t = k & 3, i = (k & 15) >> 2;
   } else {
     tile = n >> 3, g = n & 7;
-    if (side != Side::bottleneck) t = (k & 7) >> 1, i = (k & 8) >> 2 | (k & 1);
+    if (role != MatrixRole::bottleneck) t = (k & 7) >> 1, i = (k & 8) >> 2 | (k & 1);
   }
   return 4 * ((tile * input_blocks + (k >> 4)) * 32 + 4 * g + t) + i;
 }
@@ -96,7 +96,7 @@ __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inpu
       sums[1] += value;
     }
     p.weights[4 * at + position<E>(p.order, n, of_frames ? p.layout.mel(k) : k, input_blocks,
-                                   of_frames ? Side::mel_inputs : Side::bottleneck)] =
+                                   of_frames ? MatrixRole::mel_inputs : MatrixRole::bottleneck)] =
         packed_value<E>(value, kRound);
   }
   block_totals<kThreads>(sums);
@@ -105,8 +105,9 @@ __device__ void pack_linear(const Packing<W, E>& p, int n, int outputs, int inpu
   const float mean = sums[1] / inputs;
   for (int k = threadIdx.x; k < 16 * input_blocks; k += blockDim.x) {
     const float value = n < outputs && k < inputs ? folded(k) - mean : 0.f;
-    p.weights[4 * transposed_at + position<E>(p.order, k, n, output_blocks,
-                                              of_frames ? Side::mel_outputs : Side::bottleneck)] =
+    p.weights[4 * transposed_at +
+              position<E>(p.order, k, n, output_blocks,
+                          of_frames ? MatrixRole::mel_outputs : MatrixRole::bottleneck)] =
         packed_value<E>(value, kRound);
   }
 }
@@ -155,10 +156,10 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
     if (i >= count || lane != 0) continue;
     const E e = packed_value<E>(real ? sum : 0.f, kRound);
     p.weights[4 * (y.decode + f * y.decode_step) +
-              position<E>(p.order, y.mel(m), l, y.latents, Side::mel_outputs)] = e;
+              position<E>(p.order, y.mel(m), l, y.latents, MatrixRole::mel_outputs)] = e;
     if (p.backward) {
       p.weights[4 * (y.decode_transposed + f * y.decode_step) +
-                position<E>(p.order, l, m, y.mels, Side::mel_inputs)] = e;
+                position<E>(p.order, l, m, y.mels, MatrixRole::mel_inputs)] = e;
     }
   }
 
@@ -169,10 +170,10 @@ __device__ void pack_basis(const Packing<W, E>& p, int l, int part, float* row) 
     const float value = s < p.slice_latent ? row[f * p.slice_latent + s] * inverse : 0.f;
     const E e = packed_value<E>(value, kRound);
     p.weights[4 * (y.project + f * y.project_step) +
-              position<E>(p.order, l, s, y.slices, Side::other)] = e;
+              position<E>(p.order, l, s, y.slices, MatrixRole::other)] = e;
     if (p.backward) {
       p.weights[4 * (y.project_transposed + f * y.project_step) +
-                position<E>(p.order, s, l, y.latents, Side::other)] = e;
+                position<E>(p.order, s, l, y.latents, MatrixRole::other)] = e;
     }
   }
 }
@@ -235,8 +236,8 @@ void pack_weights(const Context& context, const AutoencoderSizes& sizes,
                   DType dtype, PackedKind kind, bool backward, const PackedLayout& layout,
                   void* packed, PackedOrder order) {
   const auto whole_line = [](int size) { return size == 32 || size == 64; };
-  check(order != PackedOrder::groups || (whole_line(sizes.n_mels) && whole_line(sizes.latent) &&
-                                         whole_line(sizes.slice_latent)),
+  check(order != PackedOrder::wgmma || (whole_line(sizes.n_mels) && whole_line(sizes.latent) &&
+                                        whole_line(sizes.slice_latent)),
         "packing for warpgroups: sizes of 32 and 64 only");
   if (kind == PackedKind::f32) {
     return launch<float, float, false>(context, sizes, parameters, backward, order, layout, packed);

@@ -94,7 +94,7 @@ inline const float* packed_floats(const PackedLayout& layout, const void* packed
 
 /// For activations in registers; in shared memory, where several warps use them; or for warpgroups,
 /// with sizes 32 and 64.
-enum class PackedOrder { registers, memory, groups };
+enum class PackedOrder { registers, shared, wgmma };
 
 /// Fills packed_bytes(...) of memory. `dtype` is x's type, and that of packed half-precision
 /// weights.

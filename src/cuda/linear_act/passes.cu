@@ -80,14 +80,14 @@ struct Group {
 /// Which columns and rows a thread has. The column tile varies fastest, so that the grid has one
 /// dimension and no limit of 65535. The last rows come first, because the GEMM before has left them
 /// in the cache.
-struct Place {
+struct ThreadTile {
   long long tile, index;  // of the block
   long long column, first_row, end_row;
   int lane, strand, strands;
   int count;  // columns of this thread that exist
 
-  __device__ Place(long long rows, long long columns, long long chunk, unsigned tiles, int shift,
-                   int group) {
+  __device__ ThreadTile(long long rows, long long columns, long long chunk, unsigned tiles,
+                        int shift, int group) {
     const unsigned block = gridDim.x - 1 - blockIdx.x;
     lane = threadIdx.x & ((1 << shift) - 1);
     strand = threadIdx.x >> shift;
@@ -152,32 +152,32 @@ template <Activation kKind, typename T, bool kVectors, bool kOnlyBits>
 __global__ void __launch_bounds__(kThreads, kVectors ? kBlocks : 1)
     activate_rows(const ActivationArguments a) {
   constexpr int kGroup = kColumns<T, kVectors, kOnlyBits>, kRows = kDepth<T, kGroup>;
-  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup);
-  if (place.count == 0) return;
-  const T* z = static_cast<const T*>(a.z) + place.column;
-  for (long long row = place.first_row; row < place.end_row; row += kRows * place.strands) {
+  const ThreadTile mine(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup);
+  if (mine.count == 0) return;
+  const T* z = static_cast<const T*>(a.z) + mine.column;
+  for (long long row = mine.first_row; row < mine.end_row; row += kRows * mine.strands) {
     Group<T, kVectors, kGroup> values[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = min(row + i * place.strands, place.end_row - 1);
-      values[i].load(z + at * a.z_stride, 1, place.count);
+      const long long at = min(row + i * mine.strands, mine.end_row - 1);
+      values[i].load(z + at * a.z_stride, 1, mine.count);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = row + i * place.strands;
-      if (at >= place.end_row) break;
+      const long long at = row + i * mine.strands;
+      if (at >= mine.end_row) break;
       if (a.bits != nullptr) {
         unsigned open = 0;
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) {
-          open |= static_cast<unsigned>(j < place.count && !(values[i][j] <= 0)) << j;
+          open |= static_cast<unsigned>(j < mine.count && !(values[i][j] <= 0)) << j;
         }
         if constexpr (kGroup < kByte) {  // two neighbours share a byte
           static_assert(2 * kGroup == kByte);
           open |= __shfl_xor_sync(3u << (threadIdx.x & 30), open, 1) << kGroup;
         }
-        if (place.column % kByte == 0) {
-          a.bits[at * a.bit_stride + place.column / kByte] = static_cast<unsigned char>(open);
+        if (mine.column % kByte == 0) {
+          a.bits[at * a.bit_stride + mine.column / kByte] = static_cast<unsigned char>(open);
         }
       }
       if constexpr (!kOnlyBits) {
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, kVectors ? kBlocks : 1)
         for (int j = 0; j < kGroup; ++j) {
           values[i].set(j, apply<kKind, T, kVectors>(a.kind, values[i][j]));
         }
-        values[i].store(static_cast<T*>(a.y) + at * a.y_stride + place.column, place.count);
+        values[i].store(static_cast<T*>(a.y) + at * a.y_stride + mine.column, mine.count);
       }
     }
   }
@@ -213,29 +213,29 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
   constexpr int kGroup = kColumns<T, kVectors>, kRows = kDepth<T, kGroup>;
   __shared__ A parts[kThreads / 32][32 * kGroup];
   allow_next_kernel();
-  const Place place(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup);
-  const T* dy = static_cast<const T*>(a.dy) + place.column * a.dy_step;
-  const T* values = static_cast<const T*>(a.kept) + place.column;
-  const auto* bits = static_cast<const unsigned char*>(a.kept) + place.column / kByte;
-  const int first_bit = static_cast<int>(place.column % kByte);
-  T* dz = static_cast<T*>(a.dz) + place.column;
+  const ThreadTile mine(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup);
+  const T* dy = static_cast<const T*>(a.dy) + mine.column * a.dy_step;
+  const T* values = static_cast<const T*>(a.kept) + mine.column;
+  const auto* bits = static_cast<const unsigned char*>(a.kept) + mine.column / kByte;
+  const int first_bit = static_cast<int>(mine.column % kByte);
+  T* dz = static_cast<T*>(a.dz) + mine.column;
   A sums[kGroup] = {};
-  const long long end_row = place.count == 0 ? 0 : place.end_row;
-  for (long long row = place.first_row; row < end_row; row += kRows * place.strands) {
+  const long long end_row = mine.count == 0 ? 0 : mine.end_row;
+  for (long long row = mine.first_row; row < end_row; row += kRows * mine.strands) {
     Group<T, kVectors, kGroup> gradients[kRows], kept[kKeeps == Keeps::values ? kRows : 1];
     unsigned open[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = min(row + i * place.strands, end_row - 1);
-      gradients[i].load(dy + at * a.dy_stride, a.dy_step, place.count);
+      const long long at = min(row + i * mine.strands, end_row - 1);
+      gradients[i].load(dy + at * a.dy_stride, a.dy_step, mine.count);
       if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride] >> first_bit;
       if constexpr (kKeeps == Keeps::values) {
-        kept[i].load(values + at * a.kept_stride, 1, place.count);
+        kept[i].load(values + at * a.kept_stride, 1, mine.count);
       }
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = row + i * place.strands;
+      const long long at = row + i * mine.strands;
       if (at >= end_row) break;
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) {
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
         }
         sums[j] += gradients[i][j];  // rounded to T, as torch sums them
       }
-      if (a.dz != nullptr) gradients[i].store(dz + at * a.dz_stride, place.count);
+      if (a.dz != nullptr) gradients[i].store(dz + at * a.dz_stride, mine.count);
     }
   }
   if (a.sums == nullptr) return;
@@ -259,11 +259,11 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
   }
   if (threadIdx.x % 32 >> a.shift == 0) {
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) parts[threadIdx.x / 32][place.lane * kGroup + j] = sums[j];
+    for (int j = 0; j < kGroup; ++j) parts[threadIdx.x / 32][mine.lane * kGroup + j] = sums[j];
   }
   __syncthreads();
   static_assert(kThreads >= 32 * kGroup, "a thread for each column of the widest block");
-  const long long column = place.tile + threadIdx.x;
+  const long long column = mine.tile + threadIdx.x;
   if (threadIdx.x >= kGroup << a.shift || column >= a.columns) return;
   A sum = 0;
 #pragma unroll
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
   if (a.rounds) {
     static_cast<T*>(a.sums)[column] = from_accumulator<T>(sum);
   } else {
-    static_cast<A*>(a.sums)[place.index * a.columns + column] = sum;
+    static_cast<A*>(a.sums)[mine.index * a.columns + column] = sum;
   }
 }
 

@@ -24,8 +24,8 @@ using Index = long long;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-/// How a kernel iterates over the images.
-enum class Walk {
+/// The memory layout of all images of a call.
+enum class ImageLayout {
   planar,         ///< the pixels of a channel are contiguous
   channels_last,  ///< the channels of a pixel are contiguous
   strided,        ///< anything else, element by element
@@ -77,7 +77,7 @@ __device__ int misalignment(const T* address) {
 }
 
 /// sums[n][chunk][c] = sum over the chunk's pixels of a, or of a * b. `lanes` threads per sum.
-template <typename T, Walk kWalk, bool kProduct, typename A>
+template <typename T, ImageLayout kLayout, bool kProduct, typename A>
 __global__ void __launch_bounds__(kThreads)
     sum_planes(Image<const T> a, Image<const T> b, Shape s, int lanes, A* sums) {
   const Index task = (static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x) / lanes;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
   if (inside) {
     const Index channel = task % s.c, chunk = task / s.c % s.chunks, sample = task / s.c / s.chunks;
     const Index begin = chunk * s.chunk, count = min(s.chunk, s.hw - begin);
-    if constexpr (kWalk == Walk::planar) {
+    if constexpr (kLayout == ImageLayout::planar) {
       const T* pa = a.at(sample, channel) + begin;
       const T* pb = kProduct ? b.at(sample, channel) + begin : pa;
       const int apart = misalignment(pa);
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// out = in * gate + offset (offsets may be null), with `lanes` threads per chunk of a plane.
-template <typename T, Walk kWalk, typename A>
+template <typename T, ImageLayout kLayout, typename A>
 __global__ void __launch_bounds__(kThreads)
     scale_planes(Image<const T> in, Image<T> out, const A* gates, const A* offsets, Shape s,
                  int lanes) {
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kThreads)
   const A o = offsets ? offsets[sample * s.c + channel] : A(0);
   // Not simply in * g + 0: that would turn -0 into 0.
   const auto apply = [&](A value) { return offsets ? value * g + o : value * g; };
-  if constexpr (kWalk == Walk::planar) {
+  if constexpr (kLayout == ImageLayout::planar) {
     const T* from = in.at(sample, channel) + begin;
     T* to = out.at(sample, channel) + begin;
     const int apart = misalignment(from);
@@ -376,7 +376,7 @@ bool pixels_collapse(const TensorView& t) {
 /// The stride between neighbouring pixels, if H and W collapse into one dimension.
 Index pixel_stride(const TensorView& t) { return t.sizes[3] == 1 ? t.strides[2] : t.strides[3]; }
 
-Walk walk_over(std::initializer_list<const TensorView*> images) {
+ImageLayout layout_of(std::initializer_list<const TensorView*> images) {
   const bool one_pixel = (*images.begin())->sizes[2] * (*images.begin())->sizes[3] == 1;
   const bool one_channel = (*images.begin())->sizes[1] == 1;
   bool planar = true, channels_last = true;
@@ -385,13 +385,13 @@ Walk walk_over(std::initializer_list<const TensorView*> images) {
     channels_last = channels_last && pixels_collapse(*t) && (one_channel || t->strides[1] == 1);
   }
   // An image of one pixel is both. Then its channels are contiguous.
-  if (channels_last && (one_pixel || !planar)) return Walk::channels_last;
-  return planar ? Walk::planar : Walk::strided;
+  if (channels_last && (one_pixel || !planar)) return ImageLayout::channels_last;
+  return planar ? ImageLayout::planar : ImageLayout::strided;
 }
 
 /// One plan for the two passes over the images of a call.
 struct Passes {
-  Walk walk;
+  ImageLayout layout;
   Shape shape;
   int lanes = 32;        // planar, strided: threads per chunk
   int columns = 0;       // channels-last: vectors of channels per block
@@ -402,14 +402,14 @@ struct Passes {
 Passes plan_passes(const Context& context, std::initializer_list<const TensorView*> images,
                    Index r) {
   const TensorView& x = **images.begin();
-  Passes p{walk_over(images),
+  Passes p{layout_of(images),
            {x.sizes[0], x.sizes[1], x.sizes[2] * x.sizes[3], r, x.sizes[3], 1, 0}};
   Shape& s = p.shape;
   const Index vector = 16 / size_of(x.dtype);
   const Index wanted = Index{limits_of(context.device).multiprocessors} * 8;  // blocks, to fill it
   // A chunk is short enough that rounding errors of a thread's sum stay small.
   constexpr Index kMostSteps = 512;
-  if (p.walk == Walk::channels_last) {
+  if (p.layout == ImageLayout::channels_last) {
     p.vectors = s.c % vector == 0;
     for (const TensorView* t : images) {
       const bool aligned = reinterpret_cast<std::uintptr_t>(t->data) % 16 == 0 &&
@@ -443,9 +443,9 @@ void launch(const Context& context, const char* what, void (*kernel)(Parameters.
 }
 
 template <typename T>
-Image<T> collapsed(const TensorView& t, Walk walk) {
+Image<T> collapsed(const TensorView& t, ImageLayout layout) {
   Image<T> result = image<T>(t);
-  if (walk != Walk::strided) result.w = pixel_stride(t);
+  if (layout != ImageLayout::strided) result.w = pixel_stride(t);
   return result;
 }
 
@@ -453,9 +453,9 @@ template <typename T, bool kProduct, typename A>
 void sum_images(const Context& context, const Passes& p, const TensorView& a, const TensorView& b,
                 A* sums) {
   const Shape& s = p.shape;
-  const auto ia = collapsed<const T>(a, p.walk), ib = collapsed<const T>(b, p.walk);
+  const auto ia = collapsed<const T>(a, p.layout), ib = collapsed<const T>(b, p.layout);
   constexpr const char* what = "summing over pixels";
-  if (p.walk == Walk::channels_last) {
+  if (p.layout == ImageLayout::channels_last) {
     constexpr int kVector = Vector<T>::kSize;
     const Index blocks = s.n * s.chunks * p.tiles;
     const auto shared = [](int vector) { return sizeof(A) * 2 * kThreads * vector; };
@@ -469,8 +469,8 @@ void sum_images(const Context& context, const Passes& p, const TensorView& a, co
     return;
   }
   const Index blocks = divide_up(s.n * s.chunks * s.c * p.lanes, kThreads);
-  auto* kernel = p.walk == Walk::planar ? sum_planes<T, Walk::planar, kProduct, A>
-                                        : sum_planes<T, Walk::strided, kProduct, A>;
+  auto* kernel = p.layout == ImageLayout::planar ? sum_planes<T, ImageLayout::planar, kProduct, A>
+                                                 : sum_planes<T, ImageLayout::strided, kProduct, A>;
   launch(context, what, kernel, blocks, 0, ia, ib, s, p.lanes, sums);
 }
 
@@ -478,18 +478,18 @@ template <typename T, typename A>
 void scale_images(const Context& context, const Passes& p, const TensorView& in,
                   const TensorView& out, const A* gates, const A* offsets) {
   const Shape& s = p.shape;
-  const auto from = collapsed<const T>(in, p.walk);
-  const auto to = collapsed<T>(out, p.walk);
+  const auto from = collapsed<const T>(in, p.layout);
+  const auto to = collapsed<T>(out, p.layout);
   constexpr const char* what = "scaling";
-  if (p.walk == Walk::channels_last) {
+  if (p.layout == ImageLayout::channels_last) {
     const Index blocks = s.n * s.chunks * p.tiles;
     auto* kernel = p.vectors ? scale_pixels<T, Vector<T>::kSize, A> : scale_pixels<T, 1, A>;
     launch(context, what, kernel, blocks, 0, from, to, gates, offsets, s, p.columns, p.tiles);
     return;
   }
   const Index blocks = divide_up(s.n * s.chunks * s.c * p.lanes, kThreads);
-  auto* kernel =
-      p.walk == Walk::planar ? scale_planes<T, Walk::planar, A> : scale_planes<T, Walk::strided, A>;
+  auto* kernel = p.layout == ImageLayout::planar ? scale_planes<T, ImageLayout::planar, A>
+                                                 : scale_planes<T, ImageLayout::strided, A>;
   launch(context, what, kernel, blocks, 0, from, to, gates, offsets, s, p.lanes);
 }
 
