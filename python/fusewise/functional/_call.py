@@ -55,7 +55,7 @@ class Function:
                 forced_backward = getattr(settings, self._backward_name)
                 y = _apply((self, words, flags, forced, forced_backward), *tensors)
             else:
-                y, _ = self._forward(*tensors, *words, *flags, False, forced)
+                (y,) = self._forward(*tensors, *words, *flags, False, forced)
         except (RuntimeError, ValueError) as error:
             raise self._clear(error, tensors, words) from None
         if settings.records is not None:
