@@ -65,6 +65,8 @@ class Operator:
         self._read = [i for i, rule in enumerate(self.inputs) if rule.read]
         self.read_back = [*self._read, len(self.inputs)]
         """What backward receives: indices into the inputs followed by the saved tensor."""
+        self.all_inputs = (1 << len(self.inputs)) - 1
+        """Backward's `needed` if every input needs a gradient."""
         names = [rule.name for rule in self.inputs]
         only_for = self.inputs[0].only_for
         self.first_is_for = names.index(only_for) if only_for else None

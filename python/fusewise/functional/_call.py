@@ -53,7 +53,8 @@ class Function:
         try:
             if wants_gradient:
                 forced_backward = getattr(settings, self._backward_name)
-                y = _apply((self, words, flags, forced, forced_backward), *tensors)
+                apply = _Call.apply if torch.compiler.is_compiling() else _direct_apply
+                y = apply((self, words, flags, forced, forced_backward), *tensors)
             else:
                 (y,) = self._forward(*tensors, *words, *flags, False, forced)
         except (RuntimeError, ValueError) as error:
@@ -131,19 +132,18 @@ class _Call(torch.autograd.Function):
         if kept[0] is None:
             first = kept[operator.first_is_for].new_empty(()).expand(ctx.first_shape)
             kept = (first, *kept[1:])
-        mask = 0
-        for i, need in enumerate(needed):
-            if need:
-                mask |= 1 << i
+        mask = operator.all_inputs
+        if not all(needed):
+            mask = sum(1 << i for i, need in enumerate(needed) if need)
         read = [kept[i] for i in operator.read_back]
         try:
             found = operator.backward(gradient, *read, *words, *flags, mask, forced)
         except RuntimeError as error:
             raise _ops.rephrased(error, gradient=gradient) from None
-        if len(found) == len(needed):
+        if mask == operator.all_inputs:
             return None, *found
         found = iter(found)
         return None, *[next(found) if need else None for need in needed]
 
 
-_apply = direct_apply(_Call)
+_direct_apply = direct_apply(_Call)

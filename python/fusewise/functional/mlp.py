@@ -59,7 +59,8 @@ def mlp(
     )
     kinds = (activation, final_activation)
     if wants_gradient:
-        y = _apply(x, layers, kinds, math, forced, forced_backward, *parameters)
+        apply = _Mlp.apply if torch.compiler.is_compiling() else _direct_apply
+        y = apply(x, layers, kinds, math, forced, forced_backward, *parameters)
     else:
         y, _ = _forward(x, parameters, layers, kinds, False, math, forced)
     if settings.records is not None:
@@ -104,7 +105,7 @@ class _Mlp(torch.autograd.Function):
         return dx if need_dx else None, None, None, None, None, None, *gradients
 
 
-_apply = direct_apply(_Mlp)
+_direct_apply = direct_apply(_Mlp)
 
 
 def _lists(x, weights, biases):
