@@ -20,15 +20,15 @@
 namespace fusewise::binding {
 namespace {
 
-/// A tensor [..., K] as the matrix [M, K], and the owner of its memory.
+/// A tensor [..., K] as the matrix [M, K]. If it is a copy of the tensor, also the owner of that.
 struct Rows {
-  Tensor tensor;
   TensorView view;
+  std::optional<Tensor> copy;
 };
 
 Rows rows_of(const char* name, const Tensor& tensor, Layout layout, bool leading = true) {
-  Rows rows{tensor, {}};
-  if (auto copy = point_at(rows.view, name, tensor, layout, leading)) rows.tensor = *copy;
+  Rows rows;
+  rows.copy = point_at(rows.view, name, tensor, layout, leading);
   return rows;
 }
 
@@ -54,7 +54,7 @@ class Gradient {
   const TensorView& view() const { return view_; }
   /// If no GEMM can write these strides, a dense copy was written, which is copied back here.
   Tensor finished() {
-    if (copy_.has_value()) torch::stable::copy_(tensor_, *copy_);
+    if (copy_.has_value()) copy(*copy_, tensor_);
     return tensor_;
   }
 
@@ -110,7 +110,7 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
   const DType dtype = call.x.dtype;
   const std::int64_t m = call.x.sizes[0];
   std::vector<Rows> w(layers);
-  std::vector<Tensor> b(biases.size());
+  std::vector<Rows> b(biases.size());
   std::vector<MlpLayer> views(layers);
   std::int64_t widest[2] = {0, 0};  // of the hidden layers with even and with odd numbers
   for (std::size_t i = 0; i < layers; ++i) {
@@ -118,8 +118,8 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
       w[i] = weight_rows(weights[i]);
       views[i].w = w[i].view;
       if (biases.empty()) return;
-      b[i] = dense(biases[i]);
-      views[i].b = view_of("b", b[i]);
+      b[i] = rows_of("b", biases[i], Layout::dense, false);
+      views[i].b = b[i].view;
     });
     if (i + 1 < layers) widest[i % 2] = std::max(widest[i % 2], rows_in(views[i].w));
   }
@@ -174,7 +174,7 @@ std::vector<Tensor> mlp_backward(const Tensor& dy, const Tensor& x,
   std::vector<Gradient> dw;
   std::vector<Tensor> db;
   std::vector<MlpLayer> views(layers);
-  const auto hold = [&](const Rows& rows) { return held.emplace_back(rows).view; };
+  const auto hold = [&](Rows rows) { return held.emplace_back(std::move(rows)).view; };
   for (std::size_t i = 0, next = layers - 1; i < layers; ++i) {
     MlpLayer& layer = views[i];
     layer.w = hold(weight_rows(weights[i]));

@@ -38,6 +38,16 @@ struct Result {
   std::optional<Tensor> copy;
 };
 
+inline StableIValue list_of(std::vector<Tensor> tensors) {
+  StableListHandle list = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(tensors.size(), &list));
+  for (Tensor& tensor : tensors) {
+    const StableIValue value = torch::stable::detail::from(tensor.release());
+    TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, value));
+  }
+  return torch::stable::detail::from(list);
+}
+
 /// The arguments and results of one call, for one operator and one direction.
 template <const auto& kOperator, typename Call>
 class TorchCall {
@@ -295,7 +305,7 @@ class OperatorBinding {
     const CallContext context(torch_call.first());
     std::vector<Tensor> results = prepare(torch_call, context, torch_call.saves());
     run_checked(kOperator, context.get(), torch_call.call);
-    stack[0] = torch::stable::detail::from(std::move(results));
+    stack[0] = list_of(std::move(results));
   }
 
   static void backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -305,18 +315,18 @@ class OperatorBinding {
     torch_call.read_saved(context.get().device);
     std::vector<Tensor> results;
     results.reserve(kOperator.tensors.size());
-    std::vector<std::pair<Tensor, Tensor>> copies;
+    std::vector<std::pair<std::size_t, Tensor>> copies;  // of results that the core cannot write
     std::size_t input = 0;
     for (const auto& t : kOperator.tensors) {
       if (!is_input(t) || !torch_call.is_needed(input++)) continue;
       Result result = torch_call.new_result(t);
       t.gradient(torch_call.call) = result.view;
-      if (result.copy.has_value()) copies.emplace_back(result.tensor, *std::move(result.copy));
+      if (result.copy.has_value()) copies.emplace_back(results.size(), *std::move(result.copy));
       results.push_back(std::move(result.tensor));
     }
     run_checked(kOperator, context.get(), torch_call.call);
-    for (auto& [result, copy] : copies) torch::stable::copy_(result, copy);
-    stack[0] = torch::stable::detail::from(std::move(results));
+    for (const auto& [place, copy] : copies) binding::copy(copy, results[place]);
+    stack[0] = list_of(std::move(results));
   }
 
   /// Explaining may require measurements, so it allocates tensors like those of the call.
