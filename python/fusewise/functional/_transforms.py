@@ -6,7 +6,6 @@ from torch.fx import Proxy
 from .. import _ops
 from .._settings import TORCH, settings
 from .._torch_private import (
-    is_batched_gradient,
     jit_tracing_state,
     needs_formula,
 )
@@ -61,19 +60,13 @@ def direct_apply(function: type[torch.autograd.Function]):
     return super(torch.autograd.Function, function).apply
 
 
-def needs_graph(gradient: torch.Tensor) -> bool:
-    """Whether backward must be built from torch's own operators.
-
-    That is so when it will be differentiated again (double backward), and when it runs on a batch
-    of gradients. torch unbatches the gradients itself, except for operators that take lists of
-    tensors.
+def needs_graph() -> bool:
+    """Whether backward must be built from torch's own operators to be differentiated again.
 
     A compiled backward is traced once, with gradients enabled; torch itself refuses to
     differentiate it again.
     """
-    if torch.compiler.is_compiling():
-        return False
-    return torch.is_grad_enabled() or needs_formula() or is_batched_gradient(gradient)
+    return (torch.is_grad_enabled() or needs_formula()) and not torch.compiler.is_compiling()
 
 
 def formula_gradients(formula, inputs, needed, dy):
