@@ -47,20 +47,12 @@ const char* other_dtype_name(ScalarType type) {
 }
 
 DType dtype_of(const char* name, const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return DType::f32;
-    case ScalarType::Double:
-      return DType::f64;
-    case ScalarType::Half:
-      return DType::f16;
-    case ScalarType::BFloat16:
-      return DType::bf16;
-    case ScalarType::Byte:
-      return DType::u8;
-    default:
-      fail(name, ": expected a floating dtype, got ", other_dtype_name(tensor.scalar_type()));
+  const std::int32_t type = tensor.dtype();
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::f64, DType::u8}) {
+    if (type == torch_dtype(dtype)) return dtype;
   }
+  fail(name, ": expected a floating dtype, got ",
+       other_dtype_name(torch::stable::detail::to<ScalarType>(torch::stable::detail::from(type))));
 }
 
 /// Data, dtype and device, without sizes. For a scalar the view is complete.
@@ -129,7 +121,7 @@ std::int32_t torch_dtype(DType dtype) {
 Device device_of(const char* name, const Tensor& tensor) {
   if (tensor.is_cpu()) return {DeviceType::cpu, 0};
   check(tensor.is_cuda(), name, ": expected a CPU or CUDA tensor");
-  return {DeviceType::cuda, tensor.get_device_index()};
+  return {DeviceType::cuda, tensor.device_index()};
 }
 
 std::int64_t bytes_of(const Tensor& tensor) { return tensor.numel() * tensor.element_size(); }
@@ -193,7 +185,7 @@ std::optional<Tensor> point_at(TensorView& view, const char* name, const Tensor&
 Tensor dense(const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   return torch_call("a dense copy", device_of("x", tensor), bytes_of(tensor),
-                    [&] { return torch::stable::contiguous(tensor); });
+                    [&] { return Tensor(torch::stable::contiguous(tensor.stable())); });
 }
 
 std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
@@ -236,7 +228,12 @@ Tensor new_like(const Tensor& like) {
     return empty_strided(like, torch_dtype(dtype), like.dim(), sizes.data(), strides.data());
   }
   return prepared(torch_call("a result", device_of("x", like), bytes_of(like),
-                             [&] { return torch::stable::empty_like(like); }));
+                             [&] { return Tensor(torch::stable::empty_like(like.stable())); }));
+}
+
+void copy(const Tensor& from, const Tensor& to) {
+  torch::stable::Tensor target = to.stable();
+  torch::stable::copy_(target, from.stable());
 }
 
 std::string to_text(const Candidates& candidates) {

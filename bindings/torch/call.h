@@ -2,9 +2,6 @@
 
 // Converts torch tensors to the core's views and back. The only place that knows both sides.
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <memory>
 #include <optional>
 #include <span>
@@ -15,10 +12,9 @@
 #include "fusewise/error.h"
 #include "fusewise/implementation.h"
 #include "fusewise/tensor.h"
+#include "tensor.h"
 
 namespace fusewise::binding {
-
-using torch::stable::Tensor;
 
 /// Throws Error that names the argument if the tensor is on a device that the core does not
 /// support.
@@ -51,6 +47,9 @@ Tensor new_dense(const Tensor& like, DType dtype, std::initializer_list<std::int
 Tensor new_with_last(const Tensor& like, DType dtype, std::int64_t last);
 /// As torch.empty_like, including strides. Throws OutOfMemory.
 Tensor new_like(const Tensor& like);
+
+/// Copies values between tensors of one shape.
+void copy(const Tensor& from, const Tensor& to);
 
 /// For the _explain operators: one line "name\tchosen\table\treason" per candidate.
 std::string to_text(const Candidates& candidates);

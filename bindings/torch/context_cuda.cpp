@@ -73,7 +73,7 @@ CallContext::CallContext(const Tensor& tensor) {
     context_.device = {DeviceType::cpu, 0};
     return;
   }
-  const std::int32_t device = tensor.get_device_index();
+  const std::int32_t device = tensor.device_index();
   state_ = std::make_unique<State>(device);
   context_.device = {DeviceType::cuda, device};
   context_.allocator = &state_->memory;

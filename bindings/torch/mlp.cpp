@@ -20,19 +20,19 @@
 namespace fusewise::binding {
 namespace {
 
-/// A tensor [..., K] as the matrix [M, K], and the owner of its memory.
-struct HeldMatrix {
-  Tensor tensor;
+/// A tensor [..., K] as the matrix [M, K]. If it is a copy of the tensor, also the owner of that.
+struct HeldView {
   TensorView view;
+  std::optional<Tensor> copy;
 };
 
-HeldMatrix matrix_of(const char* name, const Tensor& tensor, Layout layout, bool leading = true) {
-  HeldMatrix rows{tensor, {}};
-  if (auto copy = point_at(rows.view, name, tensor, layout, leading)) rows.tensor = *copy;
-  return rows;
+HeldView held_view(const char* name, const Tensor& tensor, Layout layout, bool leading = true) {
+  HeldView held;
+  held.copy = point_at(held.view, name, tensor, layout, leading);
+  return held;
 }
 
-HeldMatrix weight_matrix(const Tensor& w) { return matrix_of("w", w, Layout::matrix, false); }
+HeldView weight_view(const Tensor& w) { return held_view("w", w, Layout::matrix, false); }
 
 std::int64_t rows_in(const TensorView& t) { return t.rank >= 1 ? t.sizes[0] : 0; }
 
@@ -54,7 +54,7 @@ class Gradient {
   const TensorView& view() const { return view_; }
   /// If no GEMM can write these strides, a dense copy was written, which is copied back here.
   Tensor finished() {
-    if (copy_.has_value()) torch::stable::copy_(tensor_, *copy_);
+    if (copy_.has_value()) copy(*copy_, tensor_);
     return tensor_;
   }
 
@@ -105,21 +105,21 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
   check(layers >= 1, "weights: expected at least one");
   check(biases.empty() || biases.size() == layers, "biases: expected ", layers, " as weights, got ",
         biases.size());
-  const HeldMatrix x_rows = in_layer(0, [&] { return matrix_of("x", x, Layout::matrix); });
-  call.x = x_rows.view;
+  const HeldView x_held = in_layer(0, [&] { return held_view("x", x, Layout::matrix); });
+  call.x = x_held.view;
   const DType dtype = call.x.dtype;
   const std::int64_t m = call.x.sizes[0];
-  std::vector<HeldMatrix> w(layers);
-  std::vector<Tensor> b(biases.size());
+  std::vector<HeldView> w(layers);
+  std::vector<HeldView> b(biases.size());
   std::vector<MlpLayer> views(layers);
   std::int64_t widest[2] = {0, 0};  // of the hidden layers with even and with odd numbers
   for (std::size_t i = 0; i < layers; ++i) {
     in_layer(i, [&] {
-      w[i] = weight_matrix(weights[i]);
+      w[i] = weight_view(weights[i]);
       views[i].w = w[i].view;
       if (biases.empty()) return;
-      b[i] = dense(biases[i]);
-      views[i].b = view_of("b", b[i]);
+      b[i] = held_view("b", biases[i], Layout::dense, false);
+      views[i].b = b[i].view;
     });
     if (i + 1 < layers) widest[i % 2] = std::max(widest[i % 2], rows_in(views[i].w));
   }
@@ -131,7 +131,7 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
     const std::int64_t n = rows_in(views[i].w);
     if (save || i + 1 == layers) {
       y = new_with_last(x, dtype, n);
-      views[i].y = matrix_of("y", y, Layout::rows).view;
+      views[i].y = held_view("y", y, Layout::rows).view;
       if (i + 1 < layers) saved.push_back(y);
     } else {
       if (i < 2) scratch[i] = new_dense(x, dtype, {m * widest[i]});
@@ -141,7 +141,7 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
     if (save && is_kept(call, i, layers)) {
       const bool last = i + 1 == layers;
       kept.push_back(new_kept(x, last ? call.final_activation : call.activation, dtype, m, n));
-      views[i].kept = matrix_of("kept", kept.back(), Layout::rows).view;
+      views[i].kept = held_view("kept", kept.back(), Layout::rows).view;
     }
   }
   call.layers = views;
@@ -166,21 +166,21 @@ std::vector<Tensor> mlp_backward(const Tensor& dy, const Tensor& x,
   check(saved.size() == expected && needs.size() == 2 * layers, "saved: expected the ", expected,
         " tensors that forward saved, got ", saved.size());
 
-  const HeldMatrix dy_rows = matrix_of("dy", dy, Layout::any),
-                   x_rows = matrix_of("x", x, Layout::matrix);
-  call.dy = dy_rows.view;
-  call.x = x_rows.view;
+  const HeldView dy_held = held_view("dy", dy, Layout::any),
+                 x_held = held_view("x", x, Layout::matrix);
+  call.dy = dy_held.view;
+  call.x = x_held.view;
   const DType dtype = call.dy.dtype;
-  std::vector<HeldMatrix> held;  // weights and saved tensors
+  std::vector<HeldView> held;  // weights and saved tensors
   std::vector<Gradient> dw;
   std::vector<Tensor> db;
   std::vector<MlpLayer> views(layers);
-  const auto hold = [&](const HeldMatrix& rows) { return held.emplace_back(rows).view; };
+  const auto hold = [&](HeldView each) { return held.emplace_back(std::move(each)).view; };
   for (std::size_t i = 0, next = layers - 1; i < layers; ++i) {
     MlpLayer& layer = views[i];
-    layer.w = hold(weight_matrix(weights[i]));
-    if (i + 1 < layers) layer.y = hold(matrix_of("y", saved[i], Layout::rows));
-    if (is_kept(call, i, layers)) layer.kept = hold(matrix_of("kept", saved[next++], Layout::rows));
+    layer.w = hold(weight_view(weights[i]));
+    if (i + 1 < layers) layer.y = hold(held_view("y", saved[i], Layout::rows));
+    if (is_kept(call, i, layers)) layer.kept = hold(held_view("kept", saved[next++], Layout::rows));
     layer.dw = dw.emplace_back(weights[i], dtype, needs[i] != 0).view();
     db.push_back(new_dense(x, dtype, {needs[layers + i] ? layer.w.sizes[0] : 0}));
     if (needs[layers + i]) layer.db = view_of("db", db.back());

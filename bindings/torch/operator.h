@@ -3,14 +3,14 @@
 // Defines an operator for torch from its description alone: schemas, allocation of results, the
 // calls.
 //
-//   _NAME(inputs, choices, flags, save, implementation) -> (output, saved)
+//   _NAME(inputs, choices, flags, save, implementation) -> [output], or [output, saved] for `save`
 //   _NAME_backward(gradient, inputs that backward reads, saved, choices, flags, needed,
 //                  implementation) -> gradients of the inputs whose bits are set in `needed`
 //   _NAME_explain(inputs, choices, flags, save, backward, implementation) -> text
 //   _NAME_description() -> text
 //
-// `saved` is the one tensor that forward saves, or several, one after another. It is empty if
-// `save` is false or the operator saves nothing.
+// `saved` is the one tensor that forward saves, or several, one after another. It is empty if the
+// operator saves nothing.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -29,6 +29,24 @@ namespace fusewise::binding {
 
 /// Capacity for an operator's tensors, of which the last stays absent, and for its choices.
 inline constexpr std::size_t kMostTensors = 32, kMostChoices = 4;
+
+/// A new tensor and the core's view of it. If the core cannot write to the tensor's strides, the
+/// view is that of a dense copy.
+struct Result {
+  Tensor tensor;
+  TensorView view;
+  std::optional<Tensor> copy;
+};
+
+inline StableIValue list_of(std::vector<Tensor> tensors) {
+  StableListHandle list = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(tensors.size(), &list));
+  for (Tensor& tensor : tensors) {
+    const StableIValue value = torch::stable::detail::from(tensor.release());
+    TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, value));
+  }
+  return torch::stable::detail::from(list);
+}
 
 /// The arguments and results of one call, for one operator and one direction.
 template <const auto& kOperator, typename Call>
@@ -103,15 +121,19 @@ class TorchCall {
   bool is_needed(std::size_t input) const { return (mode_ >> input & 1) != 0; }
 
   /// An output, or the gradient of an input.
-  Tensor new_result(const Rule& t) const {
+  Result new_result(const Rule& t) const {
     const std::size_t like = model_of(t);
     if (!tensors_[like].has_value()) {
       const TensorView view = foreseen(t);
       if (!has_leading(t.shape)) return new_dense(view);
-      return new_with_last(first(), view.dtype, view.sizes[view.rank - 1]);
+      return viewed(new_with_last(first(), view.dtype, view.sizes[view.rank - 1]), view);
     }
-    if (t.layout != Layout::dense) return new_like(*tensors_[like]);
-    return new_dense(place(kOperator.tensors[like])(const_cast<Call&>(call)));
+    const TensorView& view = place(kOperator.tensors[like])(const_cast<Call&>(call));
+    if (t.layout == Layout::dense) return new_dense(view);
+    if (tensors_[like]->is_contiguous()) return viewed(new_like(*tensors_[like]), view);
+    Result result{new_like(*tensors_[like]), {}, {}};
+    result.copy = point_at(result.view, t.name, result.tensor, t.layout, has_leading(t.shape));
+    return result;
   }
 
   TensorView foreseen_saved() const {
@@ -128,7 +150,7 @@ class TorchCall {
     }
     return all.defined() ? all : nothing();
   }
-  Tensor new_saved(bool save) const { return new_dense(save ? foreseen_saved() : nothing()); }
+  Result new_saved() const { return new_dense(foreseen_saved()); }
   void point_at_saved(void* saved) {
     auto* data = static_cast<char*>(saved);
     for (const Rule& t : kOperator.tensors) {
@@ -216,8 +238,14 @@ class TorchCall {
     return fusewise::foreseen(t, sizes_, first_view.dtype, weight, first_view.device);
   }
 
-  Tensor new_dense(const TensorView& view) const {
-    return binding::new_dense(first(), view.dtype, std::span(view.sizes.data(), view.rank));
+  Result new_dense(const TensorView& view) const {
+    return viewed(binding::new_dense(first(), view.dtype, std::span(view.sizes.data(), view.rank)),
+                  view);
+  }
+  /// A new tensor whose view is known but for its data.
+  static Result viewed(Tensor tensor, TensorView view) {
+    view.data = tensor.mutable_data_ptr();
+    return {std::move(tensor), view, {}};
   }
 
   StableIValue* next_;
@@ -256,9 +284,8 @@ class OperatorBinding {
     add(backward ? "int" : "bool", backward ? "needed" : "save");
     if (explains) add("bool", "backward");
     add("str", "implementation");
-    const char* result = backward ? "Tensor[]" : explains ? "str" : "(Tensor, Tensor)";
     return std::string("_") + kOperator.rules.name + std::string(suffix) + "(" + arguments +
-           ") -> " + result;
+           ") -> " + (explains ? "str" : "Tensor[]");
   }
 
   static std::string description() {
@@ -276,10 +303,9 @@ class OperatorBinding {
   static void forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
     ForwardCall torch_call(stack);
     const CallContext context(torch_call.first());
-    const auto [output, saved] = prepare(torch_call, context, torch_call.saves());
+    std::vector<Tensor> results = prepare(torch_call, context, torch_call.saves());
     run_checked(kOperator, context.get(), torch_call.call);
-    stack[0] = torch::stable::detail::from(output);
-    stack[1] = torch::stable::detail::from(saved);
+    stack[0] = list_of(std::move(results));
   }
 
   static void backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -293,14 +319,14 @@ class OperatorBinding {
     std::size_t input = 0;
     for (const auto& t : kOperator.tensors) {
       if (!is_input(t) || !torch_call.is_needed(input++)) continue;
-      const Tensor& result = results.emplace_back(torch_call.new_result(t));
-      auto copy =
-          point_at(t.gradient(torch_call.call), t.name, result, t.layout, has_leading(t.shape));
-      if (copy.has_value()) copies.emplace_back(results.size() - 1, *std::move(copy));
+      Result result = torch_call.new_result(t);
+      t.gradient(torch_call.call) = result.view;
+      if (result.copy.has_value()) copies.emplace_back(results.size(), *std::move(result.copy));
+      results.push_back(std::move(result.tensor));
     }
     run_checked(kOperator, context.get(), torch_call.call);
-    for (const auto& [place, copy] : copies) torch::stable::copy_(results[place], copy);
-    stack[0] = torch::stable::detail::from(results);
+    for (const auto& [place, copy] : copies) binding::copy(copy, results[place]);
+    stack[0] = list_of(std::move(results));
   }
 
   /// Explaining may require measurements, so it allocates tensors like those of the call.
@@ -319,26 +345,32 @@ class OperatorBinding {
   }
 
  private:
-  /// Prepares a forward call for running. Returns its output and the saved tensor.
-  static std::pair<Tensor, Tensor> prepare(ForwardCall& torch_call, const CallContext& context,
-                                           bool save) {
+  /// Prepares a forward call for running. Returns its output and, for `save`, the saved tensor.
+  static std::vector<Tensor> prepare(ForwardCall& torch_call, const CallContext& context,
+                                     bool save) {
     torch_call.read_inputs(context.get().device);
-    Tensor output;
+    std::vector<Tensor> results;
+    results.reserve(2);
     for (const auto& t : kOperator.tensors) {
       if (!torch_call.is_output(t)) continue;
-      output = torch_call.new_result(t);
-      point_at(t.forward(torch_call.call), t.name, output, t.layout, has_leading(t.shape));
+      Result output = torch_call.new_result(t);
+      t.forward(torch_call.call) = output.view;
+      results.push_back(std::move(output.tensor));
     }
-    const Tensor saved = torch_call.new_saved(save);
-    if (save) torch_call.point_at_saved(saved.mutable_data_ptr());
-    return {output, saved};
+    if (save) {
+      Result saved = torch_call.new_saved();
+      torch_call.point_at_saved(saved.view.data);
+      results.push_back(std::move(saved.tensor));
+    }
+    return results;
   }
 
   /// Explains backward with all gradients wanted.
   static std::string explain_backward(ForwardCall& torch_call, const Context& context) {
     typename Operator::Forward& forward = torch_call.call;
     typename Operator::Backward call;
-    std::vector<Tensor> held;
+    std::vector<Result> held;
+    held.reserve(kOperator.tensors.size());
     for (const auto& t : kOperator.tensors) {
       const TensorView& view = t.forward(forward);
       if (!view.defined()) continue;
@@ -348,9 +380,7 @@ class OperatorBinding {
         t.gradient(call) = view;
         continue;
       }
-      held.push_back(torch_call.new_result(t));
-      auto copy = point_at(t.gradient(call), t.name, held.back(), t.layout, has_leading(t.shape));
-      if (copy.has_value()) held.push_back(*std::move(copy));
+      t.gradient(call) = held.emplace_back(torch_call.new_result(t)).view;
     }
     for (std::size_t i = 0; i < kOperator.choices.size(); ++i) {
       const char* word = kOperator.choices[i].word(forward);

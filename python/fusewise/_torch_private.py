@@ -13,9 +13,6 @@ __all__ = ["tree_leaves"]
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device type."""
 
-are_transforms_active = torch._C._are_functorch_transforms_active
-"""Whether a torch.func transform is active."""
-
 is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
 """Whether the gradient is a batch, from `torch.autograd.grad(is_grads_batched=True)`."""
 
@@ -36,8 +33,12 @@ sleep_on_gpu = torch.cuda._sleep
 """Keeps the GPU busy for a number of cycles."""
 
 
-def is_forward_ad_active() -> bool:
-    return forward_ad._current_level >= 0
+_are_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def needs_formula() -> bool:
+    """Whether torch.func or forward-mode AD is active; both only work on torch's own operators."""
+    return _are_transforms_active() or forward_ad._current_level >= 0
 
 
 def constant_when_compiled(function):

@@ -156,7 +156,7 @@ def test_saved_holds_pooled_hidden_and_gates(device):
     gates = eager(torch.ones_like(case.x) * pooled[:, :, None, None], *case.arguments[1:])
     gates = gates[:, :, 0, 0] / pooled
     torch.testing.assert_close(saved, torch.cat([t.flatten() for t in (pooled, hidden, gates)]))
-    assert forward_op(*case.arguments, False, "")[1].shape == (0,)
+    assert len(forward_op(*case.arguments, False, "")) == 1
 
 
 @pytest.mark.parametrize("dtypes", ("fp32", "fp64", "bf16-fp32"))
@@ -245,8 +245,8 @@ def test_nothing_is_saved_without_gradients(device, mode):
     expected = with_silu(*inputs)
     with mode(), Calls() as calls:
         y = with_silu(*inputs)
-    ((op, arguments, (_, saved)),) = calls.seen
-    assert op is forward_op and arguments[7] is False and saved.numel() == 0
+    ((op, arguments, results),) = calls.seen
+    assert op is forward_op and arguments[7] is False and len(results) == 1
     assert not y.requires_grad and torch.equal(y, expected)
 
 

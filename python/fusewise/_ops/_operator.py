@@ -65,6 +65,8 @@ class Operator:
         self._read = [i for i, rule in enumerate(self.inputs) if rule.read]
         self.read_back = [*self._read, len(self.inputs)]
         """What backward receives: indices into the inputs followed by the saved tensor."""
+        self.all_inputs = (1 << len(self.inputs)) - 1
+        """Backward's `needed` if every input needs a gradient."""
         names = [rule.name for rule in self.inputs]
         only_for = self.inputs[0].only_for
         self.first_is_for = names.index(only_for) if only_for else None
@@ -178,16 +180,15 @@ class Operator:
             result = torch.empty_like(named[output.shape])
         else:
             result = self._empty(output, self.inputs, tensors, sizes, tensors[0].shape[:-1])
-        saved = [
-            self._empty(rule, self.inputs, tensors, sizes)
-            for rule in _with_word(self._saved, words)
-            if save
-        ]
+        if not save:
+            return [result]
+        rules = _with_word(self._saved, words)
+        saved = [self._empty(rule, self.inputs, tensors, sizes) for rule in rules]
         if not saved:
-            return result, tensors[0].new_empty(0, dtype=torch.float32)
+            return [result, tensors[0].new_empty(0, dtype=torch.float32)]
         if len(saved) == 1:
-            return result, saved[0]
-        return result, saved[0].new_empty(sum(t.numel() for t in saved))
+            return [result, saved[0]]
+        return [result, saved[0].new_empty(sum(t.numel() for t in saved))]
 
     def _fake_backward(self, gradient, *arguments):
         read = [self.inputs[i] for i in self._read]

@@ -49,9 +49,8 @@ def _(x, weights, biases, activation, final_activation, save, *options):
         if save and i > 0:
             hidden.append(y)
         b = biases[i] if biases else None
-        y, what = in_layer(i, LINEAR_ACT.fake_forward, y, w, b, kind, *options[:-1], keeps, "")
-        if keeps:
-            kept.append(what)
+        y, *saved = in_layer(i, LINEAR_ACT.fake_forward, y, w, b, kind, *options[:-1], keeps, "")
+        kept += saved
     return y, hidden + kept
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import _ops
 from .._explain import record, record_torch
 from .._settings import TORCH, settings
+from .._torch_private import is_batched_gradient
 from ._transforms import (
     SEEN_THROUGH,
     direct_apply,
@@ -53,9 +54,10 @@ class Function:
         try:
             if wants_gradient:
                 forced_backward = getattr(settings, self._backward_name)
-                y = _apply((self, words, flags, forced, forced_backward), *tensors)
+                apply = _Call.apply if torch.compiler.is_compiling() else _direct_apply
+                y = apply((self, words, flags, forced, forced_backward), *tensors)
             else:
-                y, _ = self._forward(*tensors, *words, *flags, False, forced)
+                (y,) = self._forward(*tensors, *words, *flags, False, forced)
         except (RuntimeError, ValueError) as error:
             raise self._clear(error, tensors, words) from None
         if settings.records is not None:
@@ -66,13 +68,21 @@ class Function:
         named = zip((rule.name for rule in self.operator.inputs), tensors, strict=True)
         return self.operator.wrong_type(tensors, words) or _ops.rephrased(error, **dict(named))
 
-    def first_is_missing(self):
-        x, w = self.operator.inputs[0].name, self.operator.inputs[self.operator.first_is_for].name
-        return RuntimeError(
-            f"{self.name}: a second backward, or one for a batch of gradients, needs {x}, which is "
-            f"not kept where {w} needs no gradient; let {w} require one, or build the layer from "
-            "torch's own operators"
-        )
+    def formula_gradients(self, tensors, words, needed, gradient):
+        """The gradients by torch's autograd on the formula."""
+        if tensors[0] is None:
+            inputs = self.operator.inputs
+            x, w = inputs[0].name, inputs[self.operator.first_is_for].name
+            raise RuntimeError(
+                f"{self.name}: a second backward, or one for a batch of gradients, needs {x}, "
+                f"which is not kept where {w} needs no gradient; let {w} require one, or build the "
+                "layer from torch's own operators"
+            )
+
+        def formula(*tensors):
+            return self.formula(*tensors, *words)
+
+        return formula_gradients(formula, tensors, needed, gradient)
 
     def _with_torch(self, tensors, words, forced):
         why = "" if forced == TORCH else SEEN_THROUGH
@@ -120,30 +130,24 @@ class _Call(torch.autograd.Function):
         kept = ctx.saved_tensors  # the inputs, then the tensor that forward saved
         needed = ctx.needs_input_grad[1:]
         operator = function.operator
-        if needs_graph(gradient):
-            if kept[0] is None:
-                raise function.first_is_missing()
-
-            def formula(*tensors):
-                return function.formula(*tensors, *words)
-
-            return None, *formula_gradients(formula, kept[:-1], needed, gradient)
-        if kept[0] is None:
-            first = kept[operator.first_is_for].new_empty(()).expand(ctx.first_shape)
-            kept = (first, *kept[1:])
-        mask = 0
-        for i, need in enumerate(needed):
-            if need:
-                mask |= 1 << i
+        if needs_graph():
+            return None, *function.formula_gradients(kept[:-1], words, needed, gradient)
+        mask = operator.all_inputs
+        if not all(needed):
+            mask = sum(1 << i for i, need in enumerate(needed) if need)
         read = [kept[i] for i in operator.read_back]
+        if read[0] is None:
+            read[0] = kept[operator.first_is_for].new_empty(()).expand(ctx.first_shape)
         try:
             found = operator.backward(gradient, *read, *words, *flags, mask, forced)
         except RuntimeError as error:
+            if is_batched_gradient(gradient):  # torch cannot unbatch an operator with lists
+                return None, *function.formula_gradients(kept[:-1], words, needed, gradient)
             raise _ops.rephrased(error, gradient=gradient) from None
-        if len(found) == len(needed):
+        if mask == operator.all_inputs:
             return None, *found
         found = iter(found)
         return None, *[next(found) if need else None for need in needed]
 
 
-_apply = direct_apply(_Call)
+_direct_apply = direct_apply(_Call)

@@ -6,18 +6,11 @@ from torch.fx import Proxy
 from .. import _ops
 from .._settings import TORCH, settings
 from .._torch_private import (
-    are_transforms_active,
-    is_batched_gradient,
-    is_forward_ad_active,
     jit_tracing_state,
+    needs_formula,
 )
 
 SEEN_THROUGH = "torch.func transforms and forward-mode AD see through torch's own operators only"
-
-
-def needs_formula() -> bool:
-    """Whether torch.func or forward-mode AD is active; both only work on torch's own operators."""
-    return are_transforms_active() or is_forward_ad_active()
 
 
 def is_symbolic(x) -> bool:
@@ -62,31 +55,18 @@ def direct_apply(function: type[torch.autograd.Function]):
     """A faster `function.apply`, for calls in which `needs_formula()` is False.
 
     `torch.autograd.Function.apply` adds Python code for torch.func that takes as long as the rest
-    of the call. This skips it, except under `torch.compile`, which only recognises the original
-    `apply`.
+    of the call. This skips it. Not under `torch.compile`, which only recognises the original.
     """
-    direct = super(torch.autograd.Function, function).apply
-
-    def apply(*arguments):
-        return (function.apply if torch.compiler.is_compiling() else direct)(*arguments)
-
-    return apply
+    return super(torch.autograd.Function, function).apply
 
 
-def needs_graph(gradient: torch.Tensor | None = None) -> bool:
-    """Whether backward must be built from torch's own operators.
-
-    That is so when it will be differentiated again (double backward), and when it runs on a batch
-    of gradients. torch unbatches the gradients itself, except for operators that take lists of
-    tensors.
+def needs_graph() -> bool:
+    """Whether backward must be built from torch's own operators to be differentiated again.
 
     A compiled backward is traced once, with gradients enabled; torch itself refuses to
     differentiate it again.
     """
-    if torch.compiler.is_compiling():
-        return False
-    batched = gradient is not None and is_batched_gradient(gradient)
-    return torch.is_grad_enabled() or needs_formula() or batched
+    return (torch.is_grad_enabled() or needs_formula()) and not torch.compiler.is_compiling()
 
 
 def formula_gradients(formula, inputs, needed, dy):

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import _ops
 from .._explain import record_torch
 from .._settings import TORCH, settings
+from .._torch_private import is_batched_gradient
 from ._products import cast_inputs, product_math
 from ._transforms import (
     SEEN_THROUGH,
@@ -59,7 +60,8 @@ def mlp(
     )
     kinds = (activation, final_activation)
     if wants_gradient:
-        y = _apply(x, layers, kinds, math, forced, forced_backward, *parameters)
+        apply = _Mlp.apply if torch.compiler.is_compiling() else _direct_apply
+        y = apply(x, layers, kinds, math, forced, forced_backward, *parameters)
     else:
         y, _ = _forward(x, parameters, layers, kinds, False, math, forced)
     if settings.records is not None:
@@ -83,13 +85,8 @@ class _Mlp(torch.autograd.Function):
         parameters, saved = rest[: ctx.parameters], rest[ctx.parameters :]
         need_dx, *_ = ctx.needs_input_grad
         needs = ctx.needs_input_grad[6:]
-        if needs_graph(dy):
-
-            def compute(x, *parameters):
-                return _formula(x, parameters, layers, *kinds)
-
-            dx, *found = formula_gradients(compute, (x, *parameters), (need_dx, *needs), dy)
-            return dx, None, None, None, None, None, *found
+        if needs_graph():
+            return _formula_gradients(x, parameters, layers, kinds, (need_dx, *needs), dy)
         biased = len(parameters) > layers
         needed = [int(need) for need in needs] + [0] * (0 if biased else layers)
         try:
@@ -97,6 +94,8 @@ class _Mlp(torch.autograd.Function):
                 dy, x, parameters[:layers], saved, *kinds, need_dx, needed, *math, forced
             )
         except RuntimeError as error:
+            if is_batched_gradient(dy):  # torch cannot unbatch an operator with lists
+                return _formula_gradients(x, parameters, layers, kinds, (need_dx, *needs), dy)
             raise _ops.rephrased(error, dy=dy) from None
         gradients = (
             gradient if need else None for gradient, need in zip(found, needs, strict=False)
@@ -104,7 +103,7 @@ class _Mlp(torch.autograd.Function):
         return dx if need_dx else None, None, None, None, None, None, *gradients
 
 
-_apply = direct_apply(_Mlp)
+_direct_apply = direct_apply(_Mlp)
 
 
 def _lists(x, weights, biases):
@@ -168,6 +167,14 @@ def _formula(x, parameters, layers, activation, final_activation):
     for w, b, kind in _layers(parameters, layers, activation, final_activation):
         x = formula(x, w, b, kind)
     return x
+
+
+def _formula_gradients(x, parameters, layers, kinds, needed, dy):
+    def compute(x, *parameters):
+        return _formula(x, parameters, layers, *kinds)
+
+    dx, *found = formula_gradients(compute, (x, *parameters), needed, dy)
+    return dx, None, None, None, None, None, *found
 
 
 def _record(x, parameters, layers, kinds, math, wants_gradient):

@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 
 from .. import _ops
-from .._settings import TORCH, settings
 from .._torch_private import is_any_autocast_enabled
 from ..functional._call import Function
 from ..functional._products import autocast_dtype, product_math, without_autocast
-from ..functional._transforms import refuse_exporters
+from ..functional._transforms import is_symbolic
 
 
 def autoencoder(x, *weights, output="reconstruction"):
@@ -16,8 +15,8 @@ def autoencoder(x, *weights, output="reconstruction"):
 
     `output` is "reconstruction" (x's shape), "latent" `[N, L]` or "score" `[N]`.
     """
-    if settings.autoencoder != TORCH:
-        refuse_exporters("autoencoder", x)
+    if is_symbolic(x):
+        return _call((x, *weights), (output,), (False,))
     try:
         if is_any_autocast_enabled():
             x, weights = _autocast(x, weights)
