@@ -13,6 +13,7 @@ gpu-results/parts. It is meant for docs/results/.
 """
 
 import argparse
+import fcntl
 import functools
 import json
 import os
@@ -244,6 +245,15 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+@contextmanager
+def one_at_a_time():
+    """Runs with different parts may share a tree, but not its build."""
+    OUT.mkdir(exist_ok=True)
+    with (OUT / "build.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def run_parts(parts: list[Part], again: bool, arguments: str) -> bool:
     """Whether all parts passed: now, or earlier with the same sources."""
     known = read_records([OUT / "parts"])
@@ -255,7 +265,8 @@ def run_parts(parts: list[Part], again: bool, arguments: str) -> bool:
         if current and not again and part is not builds:
             print(f"{part.name}: passed already for these sources; AGAIN=1 runs it again")
             continue
-        record = run_part(part, arguments)
+        with one_at_a_time() if part is builds else nullcontext():
+            record = run_part(part, arguments)
         if part is not builds or not (current and record.passed):
             # A build that had nothing to do keeps the record, and the time, of the real build.
             record.write(OUT / "parts" / f"{part.name}.json")

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -319,6 +320,18 @@ def test_no_part_runs_on_a_failed_build(machine, monkeypatch, capsys):
     assert not (source.parent / "ran").exists()
     said = capsys.readouterr().out
     assert "no such header" in said and "- missing: one" in said
+
+
+def test_runs_beside_each_other_build_one_after_the_other(machine):
+    add, _ = machine
+    add("one", shell("a", "true"))
+    run = threading.Thread(target=gpu.main, args=(["one"],))
+    with gpu.one_at_a_time():
+        run.start()
+        run.join(0.3)
+        assert run.is_alive() and not (gpu.OUT / "parts").exists()
+    run.join(60)
+    assert record("one")["passed"]
 
 
 def test_all_parts_and_the_summary(machine, capsys):

@@ -205,13 +205,14 @@ std::string wgmma_yields(const DeviceLimits& limits, const Backward& call) {
 }
 
 /// A warp works on the frames of its 16 rows one after the other, 'general' on all of them at once.
-/// With one tile or none per SM, forward and backward of 512 rows with 16 frames take 200 us in
-/// TF32 and 174 in bfloat16, with 'general' 127 and 112; with 5 frames 65 against 92 in bfloat16.
+/// With at most one tile per SM the frames decide. Forward and backward of 1024 rows: in float32, 7
+/// frames take 145 us, with 'general' 125; in bfloat16, 9 frames 111 against 107, 7 frames 89
+/// against 101.
 std::string warps_yields(const DeviceLimits& limits, const Backward& call) {
-  constexpr int kFrames = 8;
+  const int frames = call.dtype == DType::f32 && !call.tf32 ? 6 : 8;
   const std::int64_t most = std::int64_t{16} * limits.multiprocessors;
-  if (call.sizes.frames <= kFrames || call.sizes.rows > most) return {};
-  return "'general' is faster for more than " + text(kFrames) + " frames and up to " + text(most) +
+  if (call.sizes.frames <= frames || call.sizes.rows > most) return {};
+  return "'general' is faster for more than " + text(frames) + " frames and up to " + text(most) +
          " rows";
 }
 

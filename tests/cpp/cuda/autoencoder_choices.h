@@ -64,8 +64,10 @@ inline constexpr ChoiceCase kBackwardChoices[] = {
     {"L40S", 5, "bf16", "dy projection dx gradients", "warps"},
     // Other frames.
     {"H200", 1, "f32 bf16", "dy projection dx gradients", "warps"},
-    {"H200", 8, "f32 bf16", "dscore projection dx gradients", "warps"},
-    {"H200", 9, "f32 bf16", "dy projection dx gradients", "general 2112, warps"},
+    {"H200", 6, "f32", "dscore projection dx gradients", "warps"},
+    {"H200", 7, "f32", "dscore projection dx gradients", "general 2112, warps"},
+    {"H200", 8, "tf32 bf16", "dscore projection dx gradients", "warps"},
+    {"H200", 9, "tf32 bf16", "dy projection dx gradients", "general 2112, warps"},
     {"H200", 430, "bf16", "dy projection dx gradients", "general 2112, warps"},
     {"H200", 500, "f32 bf16", "dy projection dx gradients", "general"},
     {"A100", 16, "f32", "dy projection dx gradients", "general 1728, warps"},
