@@ -48,7 +48,8 @@ const char* other_dtype_name(ScalarType type) {
 
 DType dtype_of(const char* name, const Tensor& tensor) {
   const std::int32_t type = tensor.dtype();
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::f64, DType::u8}) {
+  for (const DType dtype :
+       {DType::f32, DType::bf16, DType::f16, DType::f64, DType::u8, DType::b8, DType::i64}) {
     if (type == torch_dtype(dtype)) return dtype;
   }
   fail(name, ": expected a floating dtype, got ",
@@ -112,6 +113,10 @@ std::int32_t torch_dtype(DType dtype) {
       return aoti_torch_dtype_bfloat16();
     case DType::u8:
       return aoti_torch_dtype_uint8();
+    case DType::b8:
+      return aoti_torch_dtype_bool();
+    case DType::i64:
+      return aoti_torch_dtype_int64();
     case DType::f32:
       break;
   }

@@ -3,7 +3,9 @@
 // Defines an operator for torch from its description alone: schemas, allocation of results, the
 // calls.
 //
-//   _NAME(inputs, choices, flags, save, implementation) -> [output], or [output, saved] for `save`
+//   _NAME(inputs, choices, flags, numbers, save, implementation) -> [output], or [output, saved]
+//   for
+//        `save`; (output, saved) if it also writes inputs: torch.compile takes no lists there
 //   _NAME_backward(gradient, inputs that backward reads, saved, choices, flags, needed,
 //                  implementation) -> gradients of the inputs whose bits are set in `needed`
 //   _NAME_explain(inputs, choices, flags, save, backward, implementation) -> text
@@ -15,6 +17,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -22,6 +25,7 @@
 
 #include "call.h"
 #include "common/check.h"
+#include "common/divide.h"
 #include "common/operator.h"
 #include "text.h"
 
@@ -76,6 +80,9 @@ class TorchCall {
         flag.forward(call) = take<bool>();
       }
     }
+    if constexpr (!kBackward) {
+      for (const auto number : kOperator.numbers) number(call) = take<double>();
+    }
     if constexpr (kBackward) {
       mode_ = take<std::int64_t>();
     } else {
@@ -97,7 +104,9 @@ class TorchCall {
       if (!tensors_[i].has_value()) continue;
       TensorView& view = place(t)(call);
       if (is_read(t)) {
-        hold(point_at(view, t.name, *tensors_[i], t.layout, has_leading(t.shape)));
+        auto copy = point_at(view, t.name, *tensors_[i], t.layout, has_leading(t.shape));
+        check(!copy.has_value() || t.role != Role::updated, t.name, ": expected a dense tensor");
+        hold(std::move(copy));
       } else {
         point_at_shape(view, t, *tensors_[i]);
       }
@@ -114,6 +123,9 @@ class TorchCall {
     }
     sizes_ = check_tensors(kOperator.rules,
                            GivenTensors(kOperator, call, GivenTensors::Which::inputs), device);
+    if constexpr (!kBackward) {
+      if (kOperator.check_more != nullptr) kOperator.check_more(call);
+    }
   }
 
   /// Whether the call's choices select this output.
@@ -136,28 +148,32 @@ class TorchCall {
     return result;
   }
 
+  /// One tensor for all that is saved, in the type of the first.
   TensorView foreseen_saved() const {
     TensorView all;
     for (const Rule& t : kOperator.tensors) {
-      if (!is_saved(t) || !is_with(t, words_[0])) continue;
+      if (!is_saved_now(t)) continue;
       const TensorView one = foreseen(t);
       if (!all.defined()) {
         all = one;
         continue;
       }
-      all.sizes[0] = all.numel() + one.numel();
+      all.sizes[0] = all.numel() + elements(one, all.dtype);
       all.strides[0] = all.rank = 1;
     }
     return all.defined() ? all : nothing();
   }
   Result new_saved() const { return new_dense(foreseen_saved()); }
+  Tensor new_nothing() const { return new_dense(nothing()).tensor; }
   void point_at_saved(void* saved) {
     auto* data = static_cast<char*>(saved);
+    std::optional<DType> first;
     for (const Rule& t : kOperator.tensors) {
-      if (!is_saved(t) || !is_with(t, words_[0])) continue;
+      if (!is_saved_now(t)) continue;
       TensorView& view = place(t)(call) = foreseen(t);
       view.data = data;
-      data += view.numel() * size_of(view.dtype);
+      if (!first.has_value()) first = view.dtype;
+      data += elements(view, *first) * size_of(*first);
     }
   }
 
@@ -175,6 +191,20 @@ class TorchCall {
 
  private:
   static TensorView nothing() { return {nullptr, DType::f32, {}, {0}}; }
+
+  /// How many elements of another type the tensor takes.
+  static std::int64_t elements(const TensorView& t, DType dtype) {
+    return divide_up(t.numel() * size_of(t.dtype), size_of(dtype));
+  }
+
+  /// Whether a call with these inputs and choices saves the tensor.
+  bool is_saved_now(const Rule& t) const {
+    if (!is_saved(t) || !is_with(t, words_[0])) return false;
+    for (std::size_t i = 0; *t.given != 0 && i < kOperator.tensors.size(); ++i) {
+      if (kOperator.tensors[i].name == std::string_view(t.given)) return tensors_[i].has_value();
+    }
+    return true;
+  }
 
   /// Keeps a copy alive for the duration of the call.
   void hold(std::optional<Tensor> copy) {
@@ -270,22 +300,33 @@ class OperatorBinding {
   static std::string schema(std::string_view suffix) {
     const bool backward = suffix == "_backward", explains = suffix == "_explain";
     std::string arguments = backward ? "Tensor gradient" : "";
+    char updated = 'a';
     const auto add = [&](const char* type, const char* name) {
       if (!arguments.empty()) arguments += ", ";
       arguments.append(type).append(" ").append(name);
     };
     for (const auto& t : kOperator.tensors) {
       if (!is_input(t) || (backward && t.backward == nullptr)) continue;
-      add(t.role == Role::input ? "Tensor" : "Tensor?", t.name);
+      if (t.role == Role::updated && !explains) {
+        add((std::string("Tensor(") + updated++ + "!)?").c_str(), t.name);
+      } else {
+        add(t.role == Role::input ? "Tensor" : "Tensor?", t.name);
+      }
     }
     if (backward) add("Tensor", "saved");
     for (const ChoiceRule& choice : kOperator.rules.choices) add("str", choice.name);
     for (const char* flag : kOperator.rules.flags) add("bool", flag);
+    if (!backward) {
+      for (const char* number : kOperator.rules.numbers) add("float", number);
+    }
     add(backward ? "int" : "bool", backward ? "needed" : "save");
     if (explains) add("bool", "backward");
     add("str", "implementation");
     return std::string("_") + kOperator.rules.name + std::string(suffix) + "(" + arguments +
-           ") -> " + (explains ? "str" : "Tensor[]");
+           ") -> " +
+           (explains        ? "str"
+            : updated > 'a' ? "(Tensor, Tensor)"
+                            : "Tensor[]");
   }
 
   static std::string description() {
@@ -305,7 +346,14 @@ class OperatorBinding {
     const CallContext context(torch_call.first());
     std::vector<Tensor> results = prepare(torch_call, context, torch_call.saves());
     run_checked(kOperator, context.get(), torch_call.call);
-    stack[0] = list_of(std::move(results));
+    if (!updates()) {
+      stack[0] = list_of(std::move(results));
+      return;
+    }
+    if (results.size() == 1) results.push_back(torch_call.new_nothing());
+    for (std::size_t i = 0; i < 2; ++i) {
+      stack[i] = torch::stable::detail::from(results[i].release());
+    }
   }
 
   static void backward(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -345,6 +393,12 @@ class OperatorBinding {
   }
 
  private:
+  /// Whether forward writes inputs.
+  static bool updates() {
+    return std::ranges::any_of(kOperator.tensors,
+                               [](const auto& t) { return t.role == Role::updated; });
+  }
+
   /// Prepares a forward call for running. Returns its output and, for `save`, the saved tensor.
   static std::vector<Tensor> prepare(ForwardCall& torch_call, const CallContext& context,
                                      bool save) {

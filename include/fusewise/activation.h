@@ -13,7 +13,8 @@ enum class Activation {
   gelu,       ///< z Phi(z), exact, with the error function
   gelu_tanh,  ///< its approximation z / 2 (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3)))
   silu,       ///< z / (1 + exp(-z))
-  hardswish,  ///< z min(max(z + 3, 0), 6) / 6, for Squeeze-and-Excitation only
+  relu6,      ///< min(max(z, 0), 6)
+  hardswish,  ///< z min(max(z + 3, 0), 6) / 6
 };
 
 /// The activations of linear_act and mlp.
@@ -21,7 +22,7 @@ inline constexpr Activation kActivations[] = {Activation::identity, Activation::
                                               Activation::gelu, Activation::gelu_tanh,
                                               Activation::silu};
 
-/// "identity", "relu", "gelu", "gelu_tanh", "silu", "hardswish".
+/// "identity", "relu", "gelu", "gelu_tanh", "silu", "relu6", "hardswish".
 constexpr const char* name_of(Activation activation) {
   switch (activation) {
     case Activation::identity:
@@ -34,6 +35,8 @@ constexpr const char* name_of(Activation activation) {
       return "gelu_tanh";
     case Activation::silu:
       return "silu";
+    case Activation::relu6:
+      return "relu6";
     case Activation::hardswish:
       return "hardswish";
   }

@@ -3,6 +3,7 @@
 /// Umbrella header.
 #include "fusewise/activation.h"      // IWYU pragma: export
 #include "fusewise/autoencoder.h"     // IWYU pragma: export
+#include "fusewise/batch_norm.h"      // IWYU pragma: export
 #include "fusewise/context.h"         // IWYU pragma: export
 #include "fusewise/error.h"           // IWYU pragma: export
 #include "fusewise/implementation.h"  // IWYU pragma: export

@@ -7,12 +7,13 @@
 
 namespace fusewise {
 
-/// u8 is for bits that forward saves for backward. All other types are floating point.
-enum class DType : std::uint8_t { f32, f64, f16, bf16, u8 };
+/// u8 is for bits that forward saves for backward, b8 for a bool per byte, i64 for counters. All
+/// other types are floating point.
+enum class DType : std::uint8_t { f32, f64, f16, bf16, u8, b8, i64 };
 
 /// Bytes of one element.
 std::int64_t size_of(DType dtype);
-/// "float32", "float64", "float16", "bfloat16", "uint8".
+/// "float32", "float64", "float16", "bfloat16", "uint8", "bool", "int64".
 const char* name_of(DType dtype);
 
 enum class DeviceType : std::uint8_t { cpu, cuda };

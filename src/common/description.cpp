@@ -18,10 +18,13 @@ void each_part(std::string_view text, std::string_view separator, const Body& bo
     body(text.substr(0, end));
     text.remove_prefix(end + separator.size());
   }
-  body(text);
+  if (!text.empty()) body(text);
 }
 
 bool is_digit(char letter) { return letter >= '0' && letter <= '9'; }
+
+/// Whether a size such as "S?" may be left out.
+bool is_optional(std::string_view size) { return size.back() == '?'; }
 
 /// One size as shown in messages: "48" if all its letters are known, otherwise "C" or "F * 48".
 std::string written_size(std::string_view size, const Sizes& sizes) {
@@ -42,19 +45,37 @@ std::string written_size(std::string_view size, const Sizes& sizes) {
   return any_known ? text + " * " + std::to_string(known) : text;
 }
 
+/// "[R, 48]". `optional`: with the size that may be left out, as far as it is not known.
+std::string written_alternative(std::string_view alternative, const Sizes& sizes, bool optional) {
+  std::string text;
+  each_part(alternative, " ", [&](std::string_view size) {
+    if (is_optional(size)) {
+      if (sizes.knows(size[0]) ? sizes.is_absent(size[0]) : !optional) return;
+      size.remove_suffix(1);
+    }
+    text += (text.empty() ? "[" : ", ") + written_size(size, sizes);
+  });
+  return text + "]";
+}
+
 /// "[R, 48] or [R, 48, 1, 1]"
 std::string written_shape(const char* shape, const Sizes& sizes) {
+  if (*shape == 0) return "a scalar";
   std::string text;
   each_part(shape, " | ", [&](std::string_view alternative) {
     if (!text.empty()) text += " or ";
-    bool first = true;
-    each_part(alternative, " ", [&](std::string_view size) {
-      text += (first ? "[" : ", ") + written_size(size, sizes);
-      first = false;
-    });
-    text += "]";
+    text += written_alternative(alternative, sizes, true);
+    const std::string without = written_alternative(alternative, sizes, false);
+    if (!text.ends_with(without)) text += " or " + without;
   });
   return text;
+}
+
+/// The number of sizes in the shape that `at` points to.
+int rank_of(const char* at) {
+  int rank = 0;
+  for (; *at != 0 && *at != '|'; ++at) rank += *at != ' ' && (at[1] == ' ' || at[1] == 0);
+  return rank;
 }
 
 /// Whether a tensor has the shape that `at` points to. Moves `at` past that shape. A size with one
@@ -62,11 +83,20 @@ std::string written_shape(const char* shape, const Sizes& sizes) {
 bool fits_one(const char*& at, const TensorView& t, Sizes& sizes) {
   bool fits = true;
   int d = 0;
+  const int rank = rank_of(at);
   while (*at != 0 && *at != '|') {
+    if (at[1] == '?') {
+      const char letter = *at;
+      if (!sizes.knows(letter) && t.rank == rank - 1) sizes.set_absent(letter);
+      if (sizes.knows(letter) && sizes.is_absent(letter)) {
+        at += at[2] == ' ' ? 3 : 2;
+        continue;
+      }
+    }
     std::int64_t known = is_digit(*at) ? 0 : 1;
     char unknown = 0;
     for (; *at != 0 && *at != ' '; ++at) {
-      if (*at == '*') continue;
+      if (*at == '*' || *at == '?') continue;
       if (is_digit(*at)) {
         known = 10 * known + *at - '0';
       } else if (sizes.knows(*at)) {
@@ -93,6 +123,7 @@ bool fits_one(const char*& at, const TensorView& t, Sizes& sizes) {
 }
 
 bool fits(const char* shape, const TensorView& t, Sizes& sizes) {
+  if (*shape == 0) return t.rank == 0;
   const std::uint32_t before = sizes.known();
   while (*shape != 0) {
     if (fits_one(shape, t, sizes)) return true;
@@ -145,7 +176,7 @@ std::string written_positive(std::string_view shape, const char* positive, const
 /// absent.
 const GivenTensor* model_of(const GivenTensor& given, std::span<const GivenTensor> all) {
   const std::string_view shape = given.rule->shape;
-  const bool named = shape.front() >= 'a';
+  const bool named = !shape.empty() && shape.front() >= 'a';
   if (!named && !given.gradient) return nullptr;
   return find(all, named ? shape : given.rule->name);
 }
@@ -184,6 +215,9 @@ void check_shape(const OperatorRules& rules, const GivenTensor& given,
 }
 
 bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
+bool is_floating(DType dtype) {
+  return is_half(dtype) || dtype == DType::f32 || dtype == DType::f64;
+}
 
 /// The type of sums and of intermediate results.
 DType wide_type(DType data) { return data == DType::f64 ? DType::f64 : DType::f32; }
@@ -207,6 +241,10 @@ class Types {
       case Type::bits:
         if (!are_bits(given)) return agree(data_, given);
         return check(dtype == DType::u8, Name{given}, ": expected dtype uint8, got ", dtype);
+      case Type::flags:
+        return check(dtype == DType::b8, Name{given}, ": expected dtype bool, got ", dtype);
+      case Type::counter:
+        return check(dtype == DType::i64, Name{given}, ": expected dtype int64, got ", dtype);
       case Type::statistics: {
         const DType wide = wide_type(data_->view->dtype);
         return check(dtype == wide, Name{given}, ": expected dtype ", wide, ", got ", dtype);
@@ -231,6 +269,8 @@ const char* text_of(Role role) {
       return "input";
     case Role::optional_input:
       return "optional_input";
+    case Role::updated:
+      return "updated";
     case Role::output:
       return "output";
     case Role::saved:
@@ -251,6 +291,10 @@ const char* text_of(Type type) {
       return "statistics";
     case Type::bits:
       return "bits";
+    case Type::flags:
+      return "flags";
+    case Type::counter:
+      return "counter";
   }
   return "";
 }
@@ -314,8 +358,10 @@ void check_presence(std::span<const GivenTensor> given) {
 Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> given, Device device) {
   check_presence(given);
   for (const GivenTensor& each : given) {
-    check(each.view->dtype != DType::u8 || each.rule->type == Type::bits, Name{each},
-          ": expected a floating dtype, got uint8");
+    const Type type = each.rule->type;
+    if (type == Type::bits || type == Type::flags || type == Type::counter) continue;
+    check(is_floating(each.view->dtype), Name{each}, ": expected a floating dtype, got ",
+          each.view->dtype);
   }
   Sizes sizes;
   for (const char* name : rules.order) check_shape(rules, *find(given, name), given, sizes);
@@ -371,17 +417,20 @@ bool lies_as(Layout layout, const TensorView& t) {
 TensorView foreseen(const TensorRule& rule, const Sizes& sizes, DType data, DType weight,
                     Device device) {
   TensorView t;
-  t.dtype = rule.type == Type::data     ? data
-            : rule.type == Type::weight ? weight
-            : rule.type == Type::bits   ? DType::u8
-                                        : wide_type(data);
+  t.dtype = rule.type == Type::data      ? data
+            : rule.type == Type::weight  ? weight
+            : rule.type == Type::bits    ? DType::u8
+            : rule.type == Type::flags   ? DType::b8
+            : rule.type == Type::counter ? DType::i64
+                                         : wide_type(data);
   t.device = device;
   t.rank = 0;
   const std::string_view shape(rule.shape);
   each_part(shape.substr(0, shape.find(" | ")), " ", [&](std::string_view size) {
+    if (is_optional(size) && sizes.is_absent(size[0])) return;
     std::int64_t product = is_digit(size.front()) ? 0 : 1;
     for (const char letter : size) {
-      if (letter == '*') continue;
+      if (letter == '*' || letter == '?') continue;
       product = is_digit(letter) ? 10 * product + letter - '0' : product * sizes[letter];
     }
     t.sizes[t.rank++] = product;
@@ -419,7 +468,7 @@ std::string text_of(const OperatorRules& rules, std::span<const BackwardUse> use
     const TensorRule& rule = *rules.tensors[i];
     line({"tensor", rule.name, text_of(rule.role), rule.shape, text_of(rule.type),
           text_of(rule.layout), uses[i].read ? "1" : "0", uses[i].only_for,
-          uses[i].differentiable ? "1" : "0", rule.with});
+          uses[i].differentiable ? "1" : "0", rule.with, rule.given, rule.read_with});
   }
   for (const ChoiceRule& choice : rules.choices) {
     std::string values;
@@ -430,6 +479,7 @@ std::string text_of(const OperatorRules& rules, std::span<const BackwardUse> use
     line({"choice", choice.name, values});
   }
   for (const char* flag : rules.flags) line({"flag", flag});
+  for (const char* number : rules.numbers) line({"number", number});
   line({"positive", rules.positive});
   std::string order;
   for (const char* name : rules.order) {

@@ -19,6 +19,7 @@ enum class Role : std::uint8_t {
   input,
   optional_input,
   output,
+  updated,         ///< an optional input that forward may also write
   saved,           ///< written by forward if backward will follow, and read by backward
   optional_saved,  ///< the same, but backward works without it
 };
@@ -28,6 +29,8 @@ enum class Type : std::uint8_t {
   weight,      ///< the data's type, or float32 for half-precision data; the same for all weights
   statistics,  ///< float32; float64 for float64 data
   bits,        ///< uint8, a bit for each value of a row; backward also accepts the values
+  flags,       ///< bool
+  counter,     ///< int64
 };
 
 enum class Layout : std::uint8_t {
@@ -43,13 +46,18 @@ struct TensorRule {
   /// Sizes separated by spaces, as in "N C H W". A letter is the same number in all tensors of a
   /// call. Several letters are their product. A number is itself. " | " separates two alternative
   /// shapes. The name of a tensor means the shape of that tensor. "M* K" is any number of
-  /// dimensions before K, and M is their product; the core gets them as one dimension.
+  /// dimensions before K, and M is their product; the core gets them as one dimension. "S? C" may
+  /// lack the dimension S, but then all tensors of the call with an S? lack it.
   const char* shape;
   Type type;
   Layout layout;
   /// The values of the operator's first choice that have this output or save this tensor, separated
   /// by spaces. Empty: all values.
   const char* with = "";
+  /// The input without which this tensor is not saved. Empty: there is none.
+  const char* given = "";
+  /// The values of the first choice for which backward reads this input. Empty: all values.
+  const char* read_with = "";
 };
 
 /// A string argument of the operator, and the values that it may have.
@@ -63,6 +71,7 @@ struct OperatorRules {
   std::span<const TensorRule* const> tensors;  ///< inputs, outputs, then saved tensors
   std::span<const ChoiceRule> choices = {};
   std::span<const char* const> flags = {};
+  std::span<const char* const> numbers = {};
   /// Letters of the sizes that must be at least 1. The others may be 0.
   const char* positive = "";
   /// The inputs in the order in which their shapes are read, if that is not the order above. An
@@ -87,7 +96,14 @@ class Sizes {
   void set(char letter, std::int64_t value) {
     values_[letter - 'A'] = value;
     known_ |= 1u << (letter - 'A');
+    absent_ &= ~(1u << (letter - 'A'));
   }
+  /// The tensors of the call lack this optional dimension. As a factor it is 1.
+  void set_absent(char letter) {
+    set(letter, 1);
+    absent_ |= 1u << (letter - 'A');
+  }
+  bool is_absent(char letter) const { return (absent_ >> (letter - 'A') & 1) != 0; }
 
   /// The known letters as a bit mask, and a way to forget all others.
   std::uint32_t known() const { return known_; }
@@ -95,7 +111,7 @@ class Sizes {
 
  private:
   std::array<std::int64_t, 26> values_;
-  std::uint32_t known_ = 0;
+  std::uint32_t known_ = 0, absent_ = 0;
 };
 
 /// Throws Error that names the first tensor that is missing, on another device, or of a shape, type

@@ -49,6 +49,7 @@ FUSEWISE_HOST_DEVICE inline A activate(A z) {
   if constexpr (kKind == Activation::gelu_tanh) {
     return A(0.5) * z * (A(1) + tanh(gelu_argument(z)));
   }
+  if constexpr (kKind == Activation::relu6) return clamp_to_6(z);
   if constexpr (kKind == Activation::hardswish) return z * (clamp_to_6(z + A(3)) / A(6));
   return z;
 }
@@ -76,6 +77,7 @@ FUSEWISE_HOST_DEVICE inline A activation_gradient(A z, A gradient) {
     const A slope = A(0.79788456080286536) * (A(1) + A(3 * 0.044715) * z * z);
     return gradient * ((u < A(0) ? smaller : larger) + A(2) * z * (smaller * larger) * slope);
   }
+  if constexpr (kKind == Activation::relu6) return z <= A(0) || z >= A(6) ? A(0) : gradient;
   if constexpr (kKind == Activation::hardswish) {
     if (z <= A(-3)) return A(0);
     return z < A(3) ? gradient * (z / A(3) + A(0.5)) : gradient;

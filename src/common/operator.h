@@ -86,6 +86,10 @@ struct OperatorFlag {
   bool& (*backward)(Backward&);
 };
 
+/// A number among the arguments of forward.
+template <typename Forward>
+using OperatorNumber = double& (*)(Forward&);
+
 template <typename ForwardCall, typename BackwardCall>
 struct Operator {
   using Forward = ForwardCall;
@@ -95,6 +99,9 @@ struct Operator {
   std::span<const OperatorTensor<Forward, Backward>> tensors;
   std::span<const OperatorChoice<Forward, Backward>> choices = {};  ///< in the rules' order
   std::span<const OperatorFlag<Forward, Backward>> flags = {};      ///< in the rules' order
+  std::span<const OperatorNumber<Forward>> numbers = {};            ///< in the rules' order
+  /// Throws Error if forward breaks a rule that the table does not have. Null: there is none.
+  void (*check_more)(const Forward&) = nullptr;
   Implementations<Forward> (*forward_on_cpu)();
   Implementations<Forward> (*forward_on_cuda)();
   Implementations<Backward> (*backward_on_cpu)();
@@ -109,7 +116,8 @@ struct Operator {
 };
 
 inline bool is_input(const TensorRule& rule) {
-  return rule.role == Role::input || rule.role == Role::optional_input;
+  return rule.role == Role::input || rule.role == Role::optional_input ||
+         rule.role == Role::updated;
 }
 inline bool is_saved(const TensorRule& rule) {
   return rule.role == Role::saved || rule.role == Role::optional_saved;
@@ -134,7 +142,8 @@ class GivenTensors {
     for (const auto& t : op.tensors) {
       if (which == Which::inputs && !is_input(t)) continue;
       const bool required = t.role == Role::input || (t.role == Role::output && *t.with == 0);
-      add(word, {&t, &t.forward(const_cast<F&>(call)), false, !is_input(t), required});
+      const bool written = !is_input(t) || t.role == Role::updated;
+      add(word, {&t, &t.forward(const_cast<F&>(call)), false, written, required});
     }
     refuse_unexpected(op.rules, word);
   }
@@ -209,6 +218,9 @@ void check_call(const Operator<F, B>& op, Device device, const Call& call) {
     check_choice(op.rules.choices[i], op.choices[i].word(call));
   }
   check_tensors(op.rules, GivenTensors(op, call), device);
+  if constexpr (std::is_same_v<Call, F>) {
+    if (op.check_more != nullptr) op.check_more(call);
+  }
 }
 
 /// Runs a call that passed its checks.

@@ -5,14 +5,16 @@
 
 #include "common/operator.h"
 #include "fusewise/autoencoder.h"
+#include "fusewise/batch_norm.h"
 #include "fusewise/linear_act.h"
 #include "fusewise/squeeze_excite.h"
 
 /// each(foo, Foo): the structs are FooForward and FooBackward, the description is kFoo, and each
 /// backend has the lists foo_forward() and foo_backward().
-#define FUSEWISE_EACH_OPERATOR(each) \
-  each(autoencoder, Autoencoder);    \
-  each(linear_act, LinearAct);       \
+#define FUSEWISE_EACH_OPERATOR(each)  \
+  each(autoencoder, Autoencoder);     \
+  each(batch_norm_act, BatchNormAct); \
+  each(linear_act, LinearAct);        \
   each(squeeze_excite, SqueezeExcite);
 
 namespace fusewise {

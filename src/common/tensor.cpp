@@ -9,6 +9,7 @@ namespace fusewise {
 std::int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::f64:
+    case DType::i64:
       return 8;
     case DType::f32:
       return 4;
@@ -16,6 +17,7 @@ std::int64_t size_of(DType dtype) {
     case DType::bf16:
       return 2;
     case DType::u8:
+    case DType::b8:
       return 1;
   }
   throw Error("unknown dtype");
@@ -33,6 +35,10 @@ const char* name_of(DType dtype) {
       return "bfloat16";
     case DType::u8:
       return "uint8";
+    case DType::b8:
+      return "bool";
+    case DType::i64:
+      return "int64";
   }
   return "unknown";
 }

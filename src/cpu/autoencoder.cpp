@@ -362,6 +362,8 @@ void run(const Context& context, const Call& call) {
       if (same) return Direction<BF16, BF16, kSet>::run(context, call, kSet.bf16, kSet.bf16);
       return Direction<BF16, float, kSet>::run(context, call, kSet.bf16, kSet.f32);
     case DType::u8:
+    case DType::b8:
+    case DType::i64:
       return;  // rejected earlier
   }
 }

@@ -162,6 +162,8 @@ void run(const Context& context, const Call& call) {
     case DType::bf16:
       return Operation<BF16>(context, kKernels.bf16).run(call);
     case DType::u8:
+    case DType::b8:
+    case DType::i64:
       return;
   }
 }

@@ -126,6 +126,7 @@ void activate_matrix(Activation kind, const T* z, Index z_stride, const T* bias,
       return run(activate_rows<Activation::silu, T, false>);
     case Activation::identity:
       return run(activate_rows<Activation::identity, T, false>);
+    case Activation::relu6:
     case Activation::hardswish:  // rejected earlier
       return;
   }
@@ -202,6 +203,7 @@ void differentiate_matrix(Activation kind, const T* dy, Index dy_stride, const s
       return run(differentiate_row<Activation::silu, Keeps::values, T>);
     case Activation::identity:
       return run(differentiate_row<Activation::identity, Keeps::nothing, T>);
+    case Activation::relu6:
     case Activation::hardswish:  // rejected earlier
       return;
   }

@@ -586,6 +586,8 @@ void run(const KernelSet& kernels, const Context& context, const Call& call) {
         Operation<BF16, float>(context, call, kernels.bf16, kernels.f32);
       return;
     case DType::u8:
+    case DType::b8:
+    case DType::i64:
       return;
   }
 }

@@ -123,6 +123,8 @@ void dispatch_dtype(DType dtype, Body&& body) {
     case DType::bf16:
       return body(__nv_bfloat16{});
     case DType::u8:
+    case DType::b8:
+    case DType::i64:
       return;
   }
 }

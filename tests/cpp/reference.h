@@ -36,6 +36,8 @@ inline double epsilon(DType dtype) {
     case DType::bf16:
       return 0x1p-7;
     case DType::u8:
+    case DType::b8:
+    case DType::i64:
       break;
   }
   return 0;
@@ -53,6 +55,8 @@ inline double smallest(DType dtype) {
     case DType::bf16:
       return 0x1p-133;
     case DType::u8:
+    case DType::b8:
+    case DType::i64:
       break;
   }
   return 0;

@@ -14,6 +14,8 @@ from ._library import refuse_onnx
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATING = (torch.float32, torch.float64, *_HALF)
 _MOST_DIMENSIONS = 6
+_INPUTS = ("input", "optional_input", "updated")
+_DTYPES = {"flags": torch.bool, "counter": torch.int64}
 
 
 class TensorRule(NamedTuple):
@@ -30,10 +32,14 @@ class TensorRule(NamedTuple):
     """The one input whose gradient needs this tensor in backward, if no other does; else ''."""
     differentiable: bool
     only_with: list[str]
+    given: str
+    """The input without which the tensor is not saved; else ''."""
+    read_with: list[str]
+    """The values of the first choice for which backward reads this tensor; empty: all."""
 
     @property
     def optional(self) -> bool:
-        return self.role == "optional_input"
+        return self.role in ("optional_input", "updated")
 
 
 class Operator:
@@ -44,22 +50,26 @@ class Operator:
         for suffix in ("", "_backward", "_explain"):
             function = getattr(torch.ops.fusewise, f"_{name}{suffix}").default
             setattr(self, suffix.removeprefix("_") or "forward", function)
-        tensors, self.choices, self.flags = [], {}, []
+        tensors, self.choices, self.flags, self.numbers = [], {}, [], []
         for line in getattr(torch.ops.fusewise, f"_{name}_description")().splitlines():
             kind, *fields = line.split("\t")
             if kind == "tensor":
-                *texts, read, only_for, differentiable, only_with = fields
+                *texts, read, only_for, differentiable, only_with, given, read_with = fields
                 use = (read == "1", only_for, differentiable == "1")
-                tensors.append(TensorRule(*texts, *use, only_with.split()))
+                when = (only_with.split(), given, read_with.split())
+                tensors.append(TensorRule(*texts, *use, *when))
             elif kind == "choice":
                 self.choices[fields[0]] = fields[1].split()
             elif kind == "flag":
                 self.flags.append(fields[0])
+            elif kind == "number":
+                self.numbers.append(fields[0])
             elif kind == "positive":
                 self._positive = fields[0]
             else:
                 self._order = fields[0].split()
-        self.inputs = [rule for rule in tensors if rule.role in ("input", "optional_input")]
+        self.inputs = [rule for rule in tensors if rule.role in _INPUTS]
+        self.updates = any(rule.role == "updated" for rule in tensors)
         self._outputs = [rule for rule in tensors if rule.role == "output"]
         self._saved = [rule for rule in tensors if rule.role in ("saved", "optional_saved")]
         self._read = [i for i, rule in enumerate(self.inputs) if rule.read]
@@ -116,7 +126,7 @@ class Operator:
     def _check(self, given, words) -> dict[str, int]:
         given = [(rule, tensor) for rule, tensor in given if tensor is not None]
         for rule, tensor in given:
-            if tensor.dtype not in _FLOATING:
+            if tensor.dtype not in _FLOATING and rule.type not in _DTYPES:
                 _refuse(f"{rule.name}: expected a floating dtype, got {_name(tensor.dtype)}")
             if tensor.dim() > _MOST_DIMENSIONS and not _has_leading(rule.shape):
                 most = f"at most {_MOST_DIMENSIONS} dimensions"
@@ -130,7 +140,13 @@ class Operator:
             self._check_shape(*named[name], sizes)
         first = given[0][1]
         for rule, tensor in given:
-            self._check_shape(rule, tensor, sizes)
+            if rule.shape in named:
+                expected = list(named[rule.shape][1].shape)
+                if list(tensor.shape) != expected:
+                    got = f"{rule.shape}'s shape {expected}, got {list(tensor.shape)}"
+                    _refuse(f"{rule.name}: expected {got}")
+            else:
+                self._check_shape(rule, tensor, sizes)
             _check_device(rule.name, tensor, first.device)
         self._check_types(given)
         return sizes
@@ -156,6 +172,11 @@ class Operator:
         settled: dict[str, tuple[str, torch.dtype]] = {}
         for rule, tensor in given:
             dtype = tensor.dtype
+            if rule.type in _DTYPES or rule.type == "statistics":
+                wanted = _DTYPES.get(rule.type, wide_dtype(given[0][1]))
+                if dtype != wanted:
+                    _refuse(f"{rule.name}: expected dtype {_name(wanted)}, got {_name(dtype)}")
+                continue
             if rule.type == "weight" and "weight" not in settled:
                 first, data = settled["data"]
                 half = data in _HALF
@@ -180,15 +201,22 @@ class Operator:
             result = torch.empty_like(named[output.shape])
         else:
             result = self._empty(output, self.inputs, tensors, sizes, tensors[0].shape[:-1])
-        if not save:
+        if not save and not self.updates:
             return [result]
-        rules = _with_word(self._saved, words)
-        saved = [self._empty(rule, self.inputs, tensors, sizes) for rule in rules]
+        rules = _with_word(self._saved, words) if save else []
+        saved = [
+            self._empty(rule, self.inputs, tensors, sizes)
+            for rule in rules
+            if not rule.given or named[rule.given] is not None
+        ]
         if not saved:
-            return [result, tensors[0].new_empty(0, dtype=torch.float32)]
-        if len(saved) == 1:
-            return [result, saved[0]]
-        return [result, saved[0].new_empty(sum(t.numel() for t in saved))]
+            kept = tensors[0].new_empty(0, dtype=torch.float32)
+        elif len(saved) == 1:
+            kept = saved[0]
+        else:
+            size = saved[0].element_size()
+            kept = saved[0].new_empty(sum(-(-t.numel() * t.element_size() // size) for t in saved))
+        return (result, kept) if self.updates else [result, kept]
 
     def _fake_backward(self, gradient, *arguments):
         read = [self.inputs[i] for i in self._read]
@@ -216,8 +244,8 @@ class Operator:
         """A dense tensor as the rule describes it; `leading` replaces its leading sizes, if it has
         any."""
         shape = [
-            int(size) if size.isdigit() else _product(sizes[letter] for letter in size.strip("*"))
-            for size in rule.shape.split(" | ")[0].split()
+            int(size) if size.isdigit() else _product(sizes[letter] for letter in size.strip("*?"))
+            for size in _present(rule.shape.split(" | ")[0].split(), sizes)
         ]
         if rule.type == "bits":
             return tensors[0].new_empty((*shape[:-1], (shape[-1] + 7) // 8), dtype=torch.uint8)
@@ -232,6 +260,11 @@ class Operator:
 def _with_word(rules: list[TensorRule], words) -> list[TensorRule]:
     """The rules that apply with this value of the first choice."""
     return [rule for rule in rules if not rule.only_with or words[0] in rule.only_with]
+
+
+def _present(wanted: list[str], sizes: dict[str, int]) -> list[str]:
+    """Without the sizes that the tensors of this call lack."""
+    return [size for size in wanted if not (size[-1] == "?" and sizes.get(size) == 0)]
 
 
 def _has_leading(shape: str) -> bool:
@@ -271,9 +304,16 @@ def _fitted(wanted: list[str], shape: list[int], sizes: dict[str, int]) -> dict[
         count = len(shape) - len(wanted) + 1
         wanted = [wanted[0].strip("*"), *wanted[1:]]
         shape = [_product(shape[:count]), *shape[count:]]
+    found = dict(sizes)
+    for size in wanted:
+        if size[-1] == "?" and size not in found:
+            # Of an optional dimension: whether there is one, and its size, which as a factor is 1.
+            found[size] = int(len(shape) == len(wanted))
+            if not found[size]:
+                found[size[0]] = 1
+    wanted = [size.strip("?") for size in _present(wanted, found)]
     if len(wanted) != len(shape):
         return None
-    found = dict(sizes)
     for size, value in zip(wanted, shape, strict=True):
         if size.isdigit():
             if value != int(size):
@@ -307,7 +347,15 @@ def _written_shape(shape: str, sizes: dict[str, int]) -> str:
         known = [sizes[letter] for letter in size if letter in sizes]
         return " * ".join(unknown + ([str(_product(known))] if known else []))
 
+    def alternatives():
+        for alternative in shape.split(" | "):
+            wanted = _present(alternative.split(), sizes)
+            yield [size.strip("?") for size in wanted]
+            if any(size[-1] == "?" and size not in sizes for size in wanted):
+                yield [size for size in wanted if size[-1] != "?"]
+
+    if not shape:
+        return "a scalar"
     return " or ".join(
-        f"[{', '.join(written(size) for size in alternative.split())}]"
-        for alternative in shape.split(" | ")
+        f"[{', '.join(written(size) for size in each)}]" for each in alternatives()
     )

@@ -385,6 +385,7 @@ void dispatch(Activation kind, bool vectors, Body body) {
           return body.template operator()<Activation::gelu_tanh, true>();
         case Activation::silu:
           return body.template operator()<Activation::silu, true>();
+        case Activation::relu6:
         case Activation::hardswish:  // rejected earlier
           return;
       }
