@@ -180,7 +180,10 @@ class TorchCall {
   /// Backward only: points the call at the tensors that forward saved, and checks them.
   void read_saved(Device device) {
     saved_ = dense(*saved_);  // hooks on saved tensors may return any strides
-    const TensorView saved = view_of("saved", *saved_), expected = foreseen_saved();
+    const TensorView saved = view_of("saved", *saved_);
+    // Backward does not get every input on which it depends what forward saved.
+    saved_all_ = saved.numel() == foreseen_saved().numel();
+    const TensorView expected = foreseen_saved();
     check(saved.device == device, "saved: expected a tensor on ", device, ", got one on ",
           saved.device);
     check(saved.dtype == expected.dtype && saved.numel() == expected.numel(),
@@ -200,6 +203,7 @@ class TorchCall {
   /// Whether a call with these inputs and choices saves the tensor.
   bool is_saved_now(const Rule& t) const {
     if (!is_saved(t) || !is_with(t, words_[0])) return false;
+    if (kBackward && *t.given != 0) return saved_all_;
     for (std::size_t i = 0; *t.given != 0 && i < kOperator.tensors.size(); ++i) {
       if (kOperator.tensors[i].name == std::string_view(t.given)) return tensors_[i].has_value();
     }
@@ -285,6 +289,7 @@ class TorchCall {
   std::array<Text, kMostChoices> words_;
   std::int64_t mode_ = 0;  // `save`, or `needed`
   bool explains_backward_ = false;
+  bool saved_all_ = true;  // backward only
   Text implementation_;
   Sizes sizes_;
 };

@@ -84,6 +84,16 @@ class Operator:
         torch.library.register_fake(f"fusewise::_{name}")(self.fake_forward)
         torch.library.register_fake(f"fusewise::_{name}_backward")(self._fake_backward)
 
+    def kept(self, tensors, words) -> tuple[Tensor | None, ...]:
+        """The inputs that are kept for backward. If forward writes inputs, only those that backward
+        reads; otherwise all, for a second backward."""
+        if not self.updates:
+            return tensors
+        return tuple(
+            tensor if rule.read and (not rule.read_with or words[0] in rule.read_with) else None
+            for rule, tensor in zip(self.inputs, tensors, strict=True)
+        )
+
     def wrong_type(self, tensors, words=()) -> TypeError | None:
         """A TypeError that names the first argument that is not a tensor or not a string, or None.
 
@@ -299,7 +309,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _fitted(wanted: list[str], shape: list[int], sizes: dict[str, int]) -> dict[str, int] | None:
     """The sizes of the letters, with those that this shape adds; None if the shape does not fit."""
-    if wanted[0].endswith("*") and len(shape) >= len(wanted) - 1:
+    if wanted and wanted[0].endswith("*") and len(shape) >= len(wanted) - 1:
         # The leading sizes are only multiplied, never compared, so symbolic sizes stay dynamic.
         count = len(shape) - len(wanted) + 1
         wanted = [wanted[0].strip("*"), *wanted[1:]]

@@ -7,11 +7,13 @@ own operators.
 """
 
 from ._transforms import refuse_script
+from .batch_norm import batch_norm_act
 from .linear_act import linear_act
 from .mlp import mlp
 from .squeeze_excite import squeeze_excite
 
 __all__ = [
+    "batch_norm_act",
     "linear_act",
     "mlp",
     "squeeze_excite",

@@ -37,10 +37,12 @@ class Function:
         self._forward = operator.forward
         self._backward_name = f"{self.name}_backward"
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], words=(), flags=()) -> Tensor:
+    def __call__(
+        self, tensors: tuple[Tensor | None, ...], words=(), flags=(), numbers=()
+    ) -> Tensor:
         forced = getattr(settings, self.name)
         if forced == TORCH or needs_formula():
-            return self._with_torch(tensors, words, forced)
+            return self._with_torch(tensors, self.arguments(words, flags, numbers), forced)
         refuse_exporters(self.name, tensors[0])
         wants_gradient = False
         if torch.is_grad_enabled():
@@ -55,21 +57,23 @@ class Function:
             if wants_gradient:
                 forced_backward = getattr(settings, self._backward_name)
                 apply = _Call.apply if torch.compiler.is_compiling() else _direct_apply
-                y = apply((self, words, flags, forced, forced_backward), *tensors)
+                y = apply((self, words, flags, numbers, forced, forced_backward), *tensors)
             else:
-                (y,) = self._forward(*tensors, *words, *flags, False, forced)
+                y = self._forward(*tensors, *words, *flags, *numbers, False, forced)[0]
         except (RuntimeError, ValueError) as error:
             raise self._clear(error, tensors, words) from None
         if settings.records is not None:
-            self.record(tensors, words, flags, wants_gradient)
+            self.record(tensors, words, (*flags, *numbers), wants_gradient)
         return y
 
     def _clear(self, error, tensors, words):
         named = zip((rule.name for rule in self.operator.inputs), tensors, strict=True)
         return self.operator.wrong_type(tensors, words) or _ops.rephrased(error, **dict(named))
 
-    def formula_gradients(self, tensors, words, needed, gradient):
-        """The gradients by torch's autograd on the formula."""
+    def formula_gradients(self, kept, words, flags, needed, gradient):
+        """The gradients by torch's autograd on the formula. `kept`: the inputs, then the tensor
+        that forward saved."""
+        tensors = kept[:-1]
         if tensors[0] is None:
             inputs = self.operator.inputs
             x, w = inputs[0].name, inputs[self.operator.first_is_for].name
@@ -84,11 +88,19 @@ class Function:
 
         return formula_gradients(formula, tensors, needed, gradient)
 
-    def _with_torch(self, tensors, words, forced):
+    def passed_on(self, words, tensors) -> int | None:
+        """The index of the input whose gradient is the incoming one, if there is such an input."""
+        return None
+
+    def arguments(self, words, flags, numbers):
+        """What the formula takes behind the tensors."""
+        return words
+
+    def _with_torch(self, tensors, arguments, forced):
         why = "" if forced == TORCH else SEEN_THROUGH
         if why:
             refuse_forced(self.name, why)
-        y = (self.formula if why else self.plain)(*tensors, *words)
+        y = (self.formula if why else self.plain)(*tensors, *arguments)
         if settings.records is not None:
             record_torch(self.name, tensors[0], y, why)
         return y
@@ -111,30 +123,31 @@ class _Call(torch.autograd.Function):
     # backward too.
     @staticmethod
     def forward(ctx, call, *tensors):
-        function, words, flags, forced, _ = call
+        function, words, flags, numbers, forced, _ = call
         operator = function.operator
-        y, saved = operator.forward(*tensors, *words, *flags, True, forced)
+        y, saved = operator.forward(*tensors, *words, *flags, *numbers, True, forced)
         ctx.call = call
+        ctx.passed_on = function.passed_on(words, tensors)
         reader = operator.first_is_for
         if reader is not None and not ctx.needs_input_grad[1 + reader]:
             first, *others = tensors
             if first.is_contiguous():  # backward needs only its shape
                 ctx.first_shape = first.shape
                 tensors = (None, *others)
-        ctx.save_for_backward(*tensors, saved)
+        ctx.save_for_backward(*operator.kept(tensors, words), saved)
         return y
 
     @staticmethod
     def backward(ctx, gradient):
-        function, words, flags, _, forced = ctx.call
+        function, words, flags, _, _, forced = ctx.call
         kept = ctx.saved_tensors  # the inputs, then the tensor that forward saved
         needed = ctx.needs_input_grad[1:]
         operator = function.operator
         if needs_graph():
-            return None, *function.formula_gradients(kept[:-1], words, needed, gradient)
+            return None, *function.formula_gradients(kept, words, flags, needed, gradient)
         mask = operator.all_inputs
         if not all(needed):
-            mask = sum(1 << i for i, need in enumerate(needed) if need)
+            mask = sum(1 << i for i, need in enumerate(needed) if need and i != ctx.passed_on)
         read = [kept[i] for i in operator.read_back]
         if read[0] is None:
             read[0] = kept[operator.first_is_for].new_empty(()).expand(ctx.first_shape)
@@ -142,12 +155,17 @@ class _Call(torch.autograd.Function):
             found = operator.backward(gradient, *read, *words, *flags, mask, forced)
         except RuntimeError as error:
             if is_batched_gradient(gradient):  # torch cannot unbatch an operator with lists
-                return None, *function.formula_gradients(kept[:-1], words, needed, gradient)
+                return None, *function.formula_gradients(kept, words, flags, needed, gradient)
             raise _ops.rephrased(error, gradient=gradient) from None
         if mask == operator.all_inputs:
             return None, *found
         found = iter(found)
-        return None, *[next(found) if need else None for need in needed]
+        if ctx.passed_on is None:
+            return None, *[next(found) if need else None for need in needed]
+        return None, *[
+            (gradient if i == ctx.passed_on else next(found)) if need else None
+            for i, need in enumerate(needed)
+        ]
 
 
 _direct_apply = direct_apply(_Call)

@@ -1,0 +1,205 @@
+"""BatchNorm, a residual and an activation as one function."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import _ops
+from ._call import Function
+from ._transforms import formula_gradients
+
+_ACTIVATIONS = {
+    "identity": lambda v: v,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+}
+
+
+def batch_norm_act(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    activation: str = "relu",
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    num_batches_tracked: Tensor | None = None,
+    blanked: Tensor | None = None,
+) -> Tensor:
+    """`act(batch_norm(x) + residual)` in one pass over memory, or two.
+
+    Args:
+        x: `[N, C, H, W]`, or `[S, N, C, H, W]` for S streams that have statistics and parameters of
+            their own. Then everything that is `[C]` below is `[S, C]`. Any strides; channels_last is
+            the fastest layout. float32, float64, float16 or bfloat16.
+        running_mean, running_var: `[C]`, x's dtype, or float32 beside half-precision x. Both or
+            None; without them the statistics are those of x, in inference too. Training updates
+            them in place.
+        weight, bias: `[C]` or None, the dtype of the running statistics.
+        residual: x's shape and dtype, or None.
+        activation: "identity", "relu", "relu6", "silu" or "hardswish".
+        training: Whether the statistics are those of x.
+        momentum: The weight of x's statistics in the running ones. None: the running ones become
+            the average over all calls, which `num_batches_tracked` counts.
+        eps: Added to the variance.
+        num_batches_tracked: int64 scalar or None; training adds one to it, on its device.
+        blanked: bool `[N]` (`[S, N]`) or None. True where a sample is absent: its values do not
+            matter, it does not count, and its result and gradients are 0.
+
+    Returns:
+        A tensor like x, in x's layout. Autocast changes nothing.
+
+    Raises:
+        ValueError: In training with one value per channel, as torch does.
+    """
+    if training and x.dim() >= 4 and x.shape[-4] * x.shape[-2] * x.shape[-1] == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {x.shape}"
+        )
+    tensors = (
+        x,
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        residual,
+        num_batches_tracked,
+        blanked,
+        None,
+    )
+    return _call(
+        tensors, (activation,), (training,), (-1.0 if momentum is None else momentum, eps)
+    )
+
+
+class _BatchNormFunction(Function):
+    def arguments(self, words, flags, numbers):
+        return *words, *flags, *numbers
+
+    def passed_on(self, words, tensors):
+        """dresidual is dy itself where nothing stands between them."""
+        plain = words[0] == "identity" and tensors[_RESIDUAL] is not None
+        return _RESIDUAL if plain and tensors[_BLANKED] is None else None
+
+    def formula_gradients(self, kept, words, flags, needed, gradient):
+        """Made from what forward kept, so that it can be differentiated again: in training the
+        statistics depend on x, in inference they are constants."""
+        *inputs, saved = kept
+        x, activation = inputs[0], words[0]
+        mean, inverse, bits = _unpacked(saved, x)
+        if needed[_RESIDUAL] and inputs[_RESIDUAL] is None:
+            # Its values are not needed: the activation's decisions are kept.
+            inputs[_RESIDUAL] = torch.zeros_like(x).requires_grad_()
+
+        def formula(x, _, __, weight, bias, residual, ___, blanked, ____):
+            if flags[0]:
+                centre, variance = _statistics(x, blanked)
+                # The same value as forward's, whose eps is not kept.
+                deviation = (variance + (inverse**-2 - variance).detach()).rsqrt()
+            else:
+                centre, deviation = mean, inverse
+            v = _affine((x - _wide(centre, x)) * _wide(deviation, x), weight, bias, residual)
+            y = torch.where(bits, v, 0) if bits is not None else _ACTIVATIONS[activation](v)
+            return _without(y.to(x.dtype), blanked)
+
+        return formula_gradients(formula, inputs, needed, gradient)
+
+
+def _wide(channels: Tensor, x: Tensor) -> Tensor:
+    """`[C]` or `[S, C]`, to be broadcast against x."""
+    return channels[..., None, :, None, None] if x.dim() == 5 else channels[:, None, None]
+
+
+def _affine(v, weight, bias, residual):
+    if weight is not None:
+        v = v * _wide(weight, v)
+    if bias is not None:
+        v = v + _wide(bias, v)
+    return v if residual is None else v + residual
+
+
+def _without(y, blanked):
+    return y if blanked is None else y.masked_fill(blanked[..., None, None, None], 0)
+
+
+def _statistics(x: Tensor, blanked: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over the samples that are not blanked."""
+    x, dims = x.to(_ops.wide_dtype(x)), (-4, -2, -1)
+    if blanked is None:
+        return x.mean(dims), x.var(dims, correction=0)
+    count = (~blanked).sum(-1, keepdim=True).clamp_min(1) * (x.shape[-2] * x.shape[-1])
+    mean = _without(x, blanked).sum(dims) / count
+    squares = _without((x - _wide(mean, x)).square(), blanked)
+    return mean, squares.sum(dims) / count
+
+
+def _unpacked(saved: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What forward saved: mean, 1 / deviation, and where the gradient passes, or None."""
+    shape = (x.shape[0], x.shape[2]) if x.dim() == 5 else (x.shape[1],)
+    count = shape[0] * shape[-1] if x.dim() == 5 else shape[0]
+    mean, inverse = saved[: 2 * count].reshape(2, *shape)
+    bits = saved[2 * count :].view(torch.uint8)
+    if not bits.numel():
+        return mean, inverse, None
+    values = (bits[:, None] >> torch.arange(8, device=x.device)) & 1
+    values = values.flatten()[: x.numel()].bool()
+    if x.stride(-3) == 1 and x.shape[-3] > 1:
+        return mean, inverse, values.view(x.movedim(-3, -1).shape).movedim(-1, -3)
+    return mean, inverse, values.view(x.shape)
+
+
+def _formula(
+    x,
+    running_mean,
+    running_var,
+    weight,
+    bias,
+    residual,
+    num_batches_tracked,
+    blanked,
+    group,
+    activation,
+    training,
+    momentum,
+    eps,
+):
+    inputs = (x, running_mean, running_var, weight, bias, residual, num_batches_tracked)
+    _OPERATOR.check((*inputs, blanked, group), (activation,))
+    if training and num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+    if training or running_mean is None:
+        mean, variance = _statistics(x, blanked)
+        if training and running_mean is not None:
+            factor = 1.0 / num_batches_tracked if momentum < 0 else momentum
+            _update(running_mean, running_var, mean, variance, factor, x, blanked)
+    else:
+        mean, variance = running_mean, running_var
+    v = (x - _wide(mean, x)) * _wide((variance + eps).rsqrt(), x)
+    v = _affine(v, weight, bias, residual)
+    return _without(_ACTIVATIONS[activation](v).to(x.dtype), blanked)
+
+
+@torch.no_grad()
+def _update(running_mean, running_var, mean, variance, factor, x, blanked):
+    """The running statistics; streams with fewer than two values keep theirs."""
+    count = x.new_tensor(x.shape[-4], dtype=mean.dtype)
+    if blanked is not None:
+        count = (~blanked).sum(-1, keepdim=True).to(mean.dtype)
+    count = count * (x.shape[-2] * x.shape[-1])
+    unbiased = variance * (count / (count - 1).clamp_min(1))
+    for running, new in ((running_mean, mean), (running_var, unbiased)):
+        updated = running + factor * (new.to(running.dtype) - running)
+        running.copy_(torch.where(count > 1, updated, running))
+
+
+_OPERATOR = _ops.Operator("batch_norm_act")
+_RESIDUAL, _BLANKED = (
+    [rule.name for rule in _OPERATOR.inputs].index(name) for name in ("residual", "blanked")
+)
+_call = _BatchNormFunction(_OPERATOR, _formula)
