@@ -46,14 +46,18 @@ const char* other_dtype_name(ScalarType type) {
   }
 }
 
+std::string dtype_name(const Tensor& tensor) {
+  const StableIValue type = torch::stable::detail::from(tensor.dtype());
+  return other_dtype_name(torch::stable::detail::to<ScalarType>(type));
+}
+
 DType dtype_of(const char* name, const Tensor& tensor) {
   const std::int32_t type = tensor.dtype();
   for (const DType dtype :
        {DType::f32, DType::bf16, DType::f16, DType::f64, DType::u8, DType::b8, DType::i64}) {
     if (type == torch_dtype(dtype)) return dtype;
   }
-  fail(name, ": expected a floating dtype, got ",
-       other_dtype_name(torch::stable::detail::to<ScalarType>(torch::stable::detail::from(type))));
+  fail(name, ": expected a floating dtype, got ", dtype_name(tensor));
 }
 
 /// Data, dtype and device, without sizes. For a scalar the view is complete.
@@ -121,6 +125,11 @@ std::int32_t torch_dtype(DType dtype) {
       break;
   }
   return aoti_torch_dtype_float32();
+}
+
+void check_dtype(const char* name, const Tensor& tensor, DType dtype) {
+  check(tensor.dtype() == torch_dtype(dtype), name, ": expected dtype ", dtype, ", got ",
+        dtype_name(tensor));
 }
 
 Device device_of(const char* name, const Tensor& tensor) {

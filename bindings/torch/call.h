@@ -16,6 +16,9 @@
 
 namespace fusewise::binding {
 
+/// Throws Error that names the argument if the tensor has another type.
+void check_dtype(const char* name, const Tensor& tensor, DType dtype);
+
 /// Throws Error that names the argument if the tensor is on a device that the core does not
 /// support.
 Device device_of(const char* name, const Tensor& tensor);

@@ -102,6 +102,8 @@ class TorchCall {
     for (std::size_t i = 0; i < kOperator.tensors.size(); ++i) {
       const Rule& t = kOperator.tensors[i];
       if (!tensors_[i].has_value()) continue;
+      if (t.type == Type::flags) check_dtype(t.name, *tensors_[i], DType::b8);
+      if (t.type == Type::counter) check_dtype(t.name, *tensors_[i], DType::i64);
       TensorView& view = place(t)(call);
       if (is_read(t)) {
         auto copy = point_at(view, t.name, *tensors_[i], t.layout, has_leading(t.shape));

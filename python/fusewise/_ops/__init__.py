@@ -16,6 +16,7 @@ from ._library import (
 )
 from ._operator import Operator, wide_dtype
 from .autoencoder import AUTOENCODER, AUTOENCODER_WEIGHTS
+from .batch_norm import BATCH_NORM_ACT
 from .linear_act import ACTIVATIONS, LINEAR_ACT, in_layer, mlp, mlp_backward, wrong_words
 from .squeeze_excite import SQUEEZE_EXCITE, missing_activation
 
@@ -23,6 +24,7 @@ __all__ = [
     "ACTIVATIONS",
     "AUTOENCODER",
     "AUTOENCODER_WEIGHTS",
+    "BATCH_NORM_ACT",
     "CUDA_MISSING",
     "LINEAR_ACT",
     "OPERATOR_NAMES",

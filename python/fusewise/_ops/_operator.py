@@ -366,6 +366,4 @@ def _written_shape(shape: str, sizes: dict[str, int]) -> str:
 
     if not shape:
         return "a scalar"
-    return " or ".join(
-        f"[{', '.join(written(size) for size in each)}]" for each in alternatives()
-    )
+    return " or ".join(f"[{', '.join(written(size) for size in each)}]" for each in alternatives())

@@ -36,8 +36,8 @@ def batch_norm_act(
 
     Args:
         x: `[N, C, H, W]`, or `[S, N, C, H, W]` for S streams that have statistics and parameters of
-            their own. Then everything that is `[C]` below is `[S, C]`. Any strides; channels_last is
-            the fastest layout. float32, float64, float16 or bfloat16.
+            their own. Then everything that is `[C]` below is `[S, C]`. Any strides; channels_last
+            is the fastest layout. float32, float64, float16 or bfloat16.
         running_mean, running_var: `[C]`, x's dtype, or float32 beside half-precision x. Both or
             None; without them the statistics are those of x, in inference too. Training updates
             them in place.
@@ -73,9 +73,7 @@ def batch_norm_act(
         blanked,
         None,
     )
-    return _call(
-        tensors, (activation,), (training,), (-1.0 if momentum is None else momentum, eps)
-    )
+    return _call(tensors, (activation,), (training,), (-1.0 if momentum is None else momentum, eps))
 
 
 class _BatchNormFunction(Function):
@@ -170,7 +168,7 @@ def _formula(
     eps,
 ):
     inputs = (x, running_mean, running_var, weight, bias, residual, num_batches_tracked)
-    _OPERATOR.check((*inputs, blanked, group), (activation,))
+    _ops.BATCH_NORM_ACT.check((*inputs, blanked, group), (activation,))
     if training and num_batches_tracked is not None:
         num_batches_tracked.add_(1)
     if training or running_mean is None:
@@ -198,8 +196,8 @@ def _update(running_mean, running_var, mean, variance, factor, x, blanked):
         running.copy_(torch.where(count > 1, updated, running))
 
 
-_OPERATOR = _ops.Operator("batch_norm_act")
 _RESIDUAL, _BLANKED = (
-    [rule.name for rule in _OPERATOR.inputs].index(name) for name in ("residual", "blanked")
+    [rule.name for rule in _ops.BATCH_NORM_ACT.inputs].index(name)
+    for name in ("residual", "blanked")
 )
-_call = _BatchNormFunction(_OPERATOR, _formula)
+_call = _BatchNormFunction(_ops.BATCH_NORM_ACT, _formula)

@@ -1,7 +1,8 @@
 """Modules for the fused operators, with the parameter names of the modules they replace."""
 
+from .batch_norm import BatchNormAct2d
 from .linear_act import LinearAct
 from .mlp import MLP
 from .squeeze_excitation import SqueezeExcitation
 
-__all__ = ["MLP", "LinearAct", "SqueezeExcitation"]
+__all__ = ["MLP", "BatchNormAct2d", "LinearAct", "SqueezeExcitation"]

@@ -1,0 +1,5 @@
+"""BatchNorm's operator."""
+
+from ._operator import Operator
+
+BATCH_NORM_ACT = Operator("batch_norm_act")

@@ -1,0 +1,155 @@
+"""BatchNorm and an activation as a module."""
+
+import torch
+from torch import Tensor
+
+from .. import functional
+from .._ops import BATCH_NORM_ACT
+from ..functional._transforms import refuse_script
+from ._checks import floating, one_of, true_or_false, whole
+
+
+class BatchNormAct2d(torch.nn.Module):
+    """BatchNorm over `[N, C, H, W]`, an optional residual and an activation, fused in forward and
+    backward.
+
+    Computes `act(batch_norm(x) + residual)`. Parameters, buffers, state dict and the meaning of the
+    arguments are those of `torch.nn.BatchNorm2d`. It is not a subclass of it: tools that replace or
+    skip BatchNorms would lose the activation. `fusewise.nn.convert_sync_batchnorm` and
+    `fusewise.nn.update_bn` know both kinds.
+
+    Args:
+        num_features: C.
+        activation: "identity", "relu", "relu6", "silu" or "hardswish".
+        eps: added to the variance.
+        momentum: weight of a batch's statistics in the running ones; None averages all batches.
+        affine: whether there are a weight and a bias.
+        track_running_stats: without running statistics, those of the batch are used in eval mode
+            too.
+    """
+
+    _version = 2  # as that of BatchNorm2d: checkpoints of version 1 have no num_batches_tracked
+
+    def __init__(
+        self,
+        num_features: int,
+        activation: str = "relu",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        whole("num_features", num_features)
+        one_of("activation", activation, BATCH_NORM_ACT.choices["activation"])
+        true_or_false("affine", affine)
+        true_or_false("track_running_stats", track_running_stats)
+        floating(dtype)
+        self.num_features = num_features
+        self.activation = activation
+        self.eps = eps
+        self.momentum = momentum
+        self.affine = affine
+        self.track_running_stats = track_running_stats
+        kind = {"device": device, "dtype": dtype}
+
+        def parameter():
+            return torch.nn.Parameter(torch.empty(num_features, **kind)) if affine else None
+
+        def buffer(new):
+            return new if track_running_stats else None
+
+        self.register_parameter("weight", parameter())
+        self.register_parameter("bias", parameter())
+        self.register_buffer("running_mean", buffer(torch.zeros(num_features, **kind)))
+        self.register_buffer("running_var", buffer(torch.ones(num_features, **kind)))
+        tracked = torch.tensor(0, dtype=torch.int64, device=device)
+        self.register_buffer("num_batches_tracked", buffer(tracked))
+        self.reset_parameters()
+
+    @classmethod
+    def from_batch_norm(
+        cls, norm: torch.nn.BatchNorm2d, activation: str = "relu"
+    ) -> "BatchNormAct2d":
+        """Makes a BatchNormAct2d that shares the parameters and buffers of a `BatchNorm2d`, and
+        starts in the same mode (train or eval)."""
+        if type(norm) is not torch.nn.BatchNorm2d:
+            kind = f"{type(norm).__module__}.{type(norm).__qualname__}"
+            raise TypeError(f"norm: expected torch.nn.BatchNorm2d, got {kind}")
+        made = cls(*_arguments(norm, activation), device="meta")
+        _share(norm, made)
+        return made
+
+    def to_batch_norm(self) -> torch.nn.BatchNorm2d:
+        """Makes a `torch.nn.BatchNorm2d` that shares the parameters and buffers. It lacks the
+        activation, which belongs behind it."""
+        number, _, *others = _arguments(self, self.activation)
+        made = torch.nn.BatchNorm2d(number, *others, device="meta")
+        _share(self, made)
+        return made
+
+    def reset_running_stats(self) -> None:
+        """Sets the running statistics to mean 0 and variance 1, and the counter to 0."""
+        if self.track_running_stats:
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+            self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        """Resets the running statistics, and sets the weight to 1 and the bias to 0."""
+        self.reset_running_stats()
+        if self.affine:
+            torch.nn.init.ones_(self.weight)
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        # torch.nn.BatchNorm2d uses the running statistics it has in eval mode only.
+        training = self.training or self.running_mean is None
+        tracks = self.training and self.track_running_stats
+        return functional.batch_norm_act(
+            x,
+            self.running_mean if tracks or not training else None,
+            self.running_var if tracks or not training else None,
+            self.weight,
+            self.bias,
+            residual,
+            activation=self.activation,
+            training=training,
+            momentum=self.momentum,
+            eps=self.eps,
+            num_batches_tracked=self.num_batches_tracked if tracks else None,
+        )
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        name = prefix + "num_batches_tracked"
+        old = local_metadata.get("version") is None or local_metadata["version"] < 2
+        if old and self.track_running_stats and name not in state_dict:
+            counter = self.num_batches_tracked
+            known = counter is not None and counter.device.type != "meta"
+            state_dict[name] = counter if known else torch.tensor(0, dtype=torch.int64)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    __prepare_scriptable__ = refuse_script
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_features}, activation={self.activation!r}, eps={self.eps}, "
+            f"momentum={self.momentum}, affine={self.affine}, "
+            f"track_running_stats={self.track_running_stats}"
+        )
+
+
+def _arguments(norm, activation):
+    affine = norm.weight is not None
+    tracks = norm.track_running_stats
+    return norm.num_features, activation, norm.eps, norm.momentum, affine, tracks
+
+
+def _share(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    for name in ("weight", "bias"):
+        target.register_parameter(name, getattr(source, name))
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        target.register_buffer(name, getattr(source, name))
+    target.training = source.training
