@@ -51,12 +51,17 @@ std::string dtype_name(const Tensor& tensor) {
   return other_dtype_name(torch::stable::detail::to<ScalarType>(type));
 }
 
-DType dtype_of(const char* name, const Tensor& tensor) {
+std::optional<DType> known_dtype(const Tensor& tensor) {
   const std::int32_t type = tensor.dtype();
   for (const DType dtype :
        {DType::f32, DType::bf16, DType::f16, DType::f64, DType::u8, DType::b8, DType::i64}) {
     if (type == torch_dtype(dtype)) return dtype;
   }
+  return std::nullopt;
+}
+
+DType dtype_of(const char* name, const Tensor& tensor) {
+  if (const auto known = known_dtype(tensor)) return *known;
   fail(name, ": expected a floating dtype, got ", dtype_name(tensor));
 }
 
@@ -128,8 +133,10 @@ std::int32_t torch_dtype(DType dtype) {
 }
 
 void check_dtype(const char* name, const Tensor& tensor, DType dtype) {
-  check(tensor.dtype() == torch_dtype(dtype), name, ": expected dtype ", dtype, ", got ",
-        dtype_name(tensor));
+  if (tensor.dtype() == torch_dtype(dtype)) return;
+  const auto known = known_dtype(tensor);
+  fail(name, ": expected dtype ", dtype, ", got ",
+       known.has_value() ? name_of(*known) : dtype_name(tensor));
 }
 
 Device device_of(const char* name, const Tensor& tensor) {
