@@ -132,6 +132,12 @@ std::int32_t torch_dtype(DType dtype) {
   return aoti_torch_dtype_float32();
 }
 
+void check_floating(const char* name, const Tensor& tensor) {
+  const DType dtype = dtype_of(name, tensor);
+  check(dtype != DType::u8 && dtype != DType::b8 && dtype != DType::i64, name,
+        ": expected a floating dtype, got ", dtype);
+}
+
 void check_dtype(const char* name, const Tensor& tensor, DType dtype) {
   if (tensor.dtype() == torch_dtype(dtype)) return;
   const auto known = known_dtype(tensor);

@@ -16,6 +16,8 @@
 
 namespace fusewise::binding {
 
+/// Throws Error that names the argument if the tensor is not of a floating type.
+void check_floating(const char* name, const Tensor& tensor);
 /// Throws Error that names the argument if the tensor has another type.
 void check_dtype(const char* name, const Tensor& tensor, DType dtype);
 

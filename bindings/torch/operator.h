@@ -114,6 +114,7 @@ class TorchCall {
       }
     }
     if constexpr (kBackward) {
+      check_floating("gradient", *gradient_);
       for (const Rule& t : kOperator.tensors) {
         if (!is_output(t)) continue;
         hold(point_at(t.gradient(call), "gradient", *gradient_, Layout::any, has_leading(t.shape)));
