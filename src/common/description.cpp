@@ -338,7 +338,11 @@ void check_presence(std::span<const GivenTensor> given) {
   const auto is_alternative = [](const GivenTensor& t) {
     return t.rule->role == Role::output && *t.rule->with != 0;
   };
-  const auto is_saved = [](const GivenTensor& t) { return t.rule->role == Role::saved; };
+  const auto is_saved = [&](const GivenTensor& t) {
+    // Without the input that it depends on, a tensor need not be there.
+    const bool depends = *t.rule->given != 0 && find(given, t.rule->given) == nullptr;
+    return t.rule->role == Role::saved && (t.view->defined() || !depends);
+  };
   int alternatives = 0, chosen = 0, saved = 0, kept = 0;
   for (const GivenTensor& each : given) {
     check(each.view->defined() || !each.required, Name{each}, ": is missing");

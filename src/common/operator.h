@@ -153,7 +153,7 @@ class GivenTensors {
     const std::string_view word = first_word(op, call);
     const auto add_read = [&](const auto& t) {
       const bool wanted = t.only_for == nullptr || t.only_for(tensors).defined();
-      const bool required = t.role == Role::input || t.role == Role::saved;
+      const bool required = t.role == Role::input || (t.role == Role::saved && *t.given == 0);
       add(word, {&t, &t.backward(tensors), false, false, required && wanted});
     };
     for (const auto& t : op.tensors) {
