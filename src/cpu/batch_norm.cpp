@@ -29,6 +29,7 @@ constexpr Index kPieceRows = 16;            // fewer rows would make partial sum
 constexpr Index kShortRow = 256;            // channels-last: rows shorter than this are joined
 constexpr Index kJoinedRow = 16;            // to a multiple of the widest vector
 constexpr Index kChannelTile = 64;          // channels whose partial sums are combined together
+constexpr Index kChannelRange = 8;          // NCHW: whole bytes of bits, for any number of pixels
 constexpr Index kWorthThreads = 16 * 1024;  // fewer elements run on one thread
 
 Index rounded_up(Index value, Index step) { return (value + step - 1) / step * step; }
@@ -209,91 +210,6 @@ class Image {
   Scratch<T> copies_;
 };
 
-// The bits that forward saves. -------------------------------------------------------------------
-
-/// Sets bits [bit, bit + count) of `to`, which are 0, to those of `from`. Other threads may write
-/// the other bits of the first and the last byte at the same time.
-void put_bits(std::uint8_t* to, Index bit, const std::uint8_t* from, Index count) {
-  const int shift = static_cast<int>(bit % 8);
-  to += bit / 8;
-  const Index whole = count / 8, last = (shift + count - 1) / 8;
-  unsigned carry = 0;
-  for (Index i = 0; i <= last; ++i) {
-    unsigned next = 0;
-    if (i < whole) next = from[i];
-    if (i == whole && count % 8 != 0) next = from[i] & ((1u << count % 8) - 1);
-    const auto value = static_cast<std::uint8_t>(carry | next << shift);
-    if (i == 0 || i == last)
-      __atomic_fetch_or(to + i, value, __ATOMIC_RELAXED);
-    else
-      to[i] = value;
-    carry = next >> (8 - shift);
-  }
-}
-
-/// Bits [0, count) of `to` become bits [bit, bit + count) of `from`.
-void get_bits(std::uint8_t* to, const std::uint8_t* from, Index bit, Index count) {
-  const int shift = static_cast<int>(bit % 8);
-  from += bit / 8;
-  const Index bytes = (count + 7) / 8, last = (shift + count - 1) / 8;
-  for (Index i = 0; i < bytes; ++i) {
-    const unsigned next = i + 1 <= last ? from[i + 1] : 0;
-    to[i] = static_cast<std::uint8_t>(from[i] >> shift | next << (8 - shift));
-  }
-}
-
-/// The bits of one matrix at a time, with rows that start at a byte.
-class Bits {
- public:
-  Bits(const Context& context, const Geometry& geometry, const TensorView& t, Index workers)
-      : geometry_(geometry),
-        all_(static_cast<std::uint8_t*>(t.data)),
-        bytes_(t.defined()
-                   ? rounded_up(geometry.piece_elements() / 8 + geometry.piece_rows() + 8, 64)
-                   : 0),
-        own_(context, workers * bytes_) {}
-
-  Rows<std::uint8_t> rows(Index worker, const BatchNormShape& shape) const {
-    if (bytes_ == 0) return {};
-    return {own_.data() + worker * bytes_, (shape.columns + 7) / 8};
-  }
-  void put(Index worker, const BatchNormShape& shape, const Piece& piece, Index offset) const {
-    each(worker, shape, piece, offset,
-         [&](std::uint8_t* row, Index bit, Index count) { put_bits(all_, bit, row, count); });
-  }
-  void get(Index worker, const BatchNormShape& shape, const Piece& piece, Index offset) const {
-    each(worker, shape, piece, offset,
-         [&](std::uint8_t* row, Index bit, Index count) { get_bits(row, all_, bit, count); });
-  }
-
- private:
-  template <typename Body>
-  void each(Index worker, const BatchNormShape& shape, const Piece& piece, Index offset,
-            const Body& body) const {
-    if (bytes_ == 0) return;
-    const auto [data, stride] = rows(worker, shape);
-    const Geometry& g = geometry_;
-    const Index sample = piece.stream * g.samples + piece.sample;
-    if (g.planar) {
-      const Index first = (sample * g.channels + piece.channel) * g.pixels + piece.pixel;
-      for (Index row = 0; row < shape.rows; ++row) {
-        body(data + row * stride, first + row * g.channels * g.pixels, shape.columns);
-      }
-      return;
-    }
-    const Index first = (sample * g.pixels + piece.pixel + offset) * g.channels;
-    if (shape.columns % 8 == 0) return body(data, first, shape.rows * shape.columns);
-    for (Index row = 0; row < shape.rows; ++row) {
-      body(data + row * stride, first + row * shape.columns, shape.columns);
-    }
-  }
-
-  const Geometry& geometry_;
-  std::uint8_t* all_;
-  Index bytes_;
-  Scratch<std::uint8_t> own_;
-};
-
 // Distribution of work. --------------------------------------------------------------------------
 
 /// Two sums for each of some channels.
@@ -313,8 +229,7 @@ class Plan {
         context_(context),
         geometry_(geometry),
         reduces_(reduces),
-        // With few channels, threads would be idle.
-        by_channel_(geometry.planar && geometry.streams * geometry.channels >= 4 * workers),
+        by_channel_(geometry.planar && is_even(geometry.streams * geometry.channels, workers)),
         units_(geometry.planar ? geometry.streams * geometry.channels : geometry.streams),
         size_(geometry.channels_of_piece()),
         parts_(context, reduces && !by_channel_ ? 2 * size_ * units_ * geometry.pieces : 0),
@@ -324,8 +239,10 @@ class Plan {
   void run(const Operation& operation) const {
     const Geometry& g = geometry_;
     if (by_channel_) {
-      each(units_, [&](Index worker, Index begin, Index end) {
-        for (Index unit = begin; unit < end; ++unit) {
+      const Index ranges = (units_ + kChannelRange - 1) / kChannelRange;
+      each(ranges, [&](Index worker, Index begin, Index end) {
+        const Index first = begin * kChannelRange, last = std::min(units_, end * kChannelRange);
+        for (Index unit = first; unit < last; ++unit) {
           Sums total = totals(unit);
           double first, second;
           const Sums part{&first, &second};
@@ -369,7 +286,19 @@ class Plan {
     });
   }
 
+  /// Whether two workers may write bits of the same byte.
+  bool shares_bytes() const {
+    const Geometry& g = geometry_;
+    const bool aligned = by_channel_ || (!g.planar && g.row() % 8 == 0);
+    return workers > 1 && (!aligned || g.channels * g.pixels % 8 != 0);
+  }
+
  private:
+  /// Whether ranges of channels keep all workers busy.
+  static bool is_even(Index channels, int workers) {
+    const Index ranges = (channels + kChannelRange - 1) / kChannelRange;
+    return ranges % workers == 0 || ranges >= 4 * workers;
+  }
   /// Calls work(worker, begin, end). A worker has the same range for the same count.
   template <typename Work>
   void each(Index count, const Work& work) const {
@@ -412,6 +341,117 @@ class Plan {
   const bool reduces_, by_channel_;
   const Index units_, size_;
   Scratch<double> parts_, totals_;
+};
+
+// The bits that forward saves. -------------------------------------------------------------------
+
+std::uint64_t load_word(const std::uint8_t* from) {
+  std::uint64_t word;
+  std::memcpy(&word, from, sizeof(word));
+  return word;
+}
+void store_word(std::uint8_t* to, std::uint64_t word) { std::memcpy(to, &word, sizeof(word)); }
+
+/// Sets bits [bit, bit + count) of `to`, which are 0, to those of `from`. `shared`: other threads
+/// may write the other bits of the first and the last byte at the same time.
+void put_bits(std::uint8_t* to, Index bit, const std::uint8_t* from, Index count, bool shared) {
+  const int shift = static_cast<int>(bit % 8);
+  to += bit / 8;
+  const auto set = [&](Index i, unsigned bits) {
+    if (shared)
+      __atomic_fetch_or(to + i, static_cast<std::uint8_t>(bits), __ATOMIC_RELAXED);
+    else
+      to[i] |= static_cast<std::uint8_t>(bits);
+  };
+  const Index whole = count / 8;
+  const unsigned rest = count % 8 == 0 ? 0 : from[whole] & ((1u << count % 8) - 1);
+  if (shift == 0) {
+    std::memcpy(to, from, whole);
+    if (rest != 0) set(whole, rest);
+    return;
+  }
+  if (whole > 0) set(0, unsigned(from[0]) << shift);
+  Index i = 1;
+  for (; i + 8 <= whole; i += 8) {
+    store_word(to + i, load_word(from + i) << shift | from[i - 1] >> (8 - shift));
+  }
+  for (; i < whole; ++i) {
+    to[i] = static_cast<std::uint8_t>(from[i] << shift | from[i - 1] >> (8 - shift));
+  }
+  const unsigned last = rest << shift | (whole > 0 ? from[whole - 1] >> (8 - shift) : 0);
+  if ((last & 0xff) != 0) set(whole, last);
+  if (last >> 8 != 0) set(whole + 1, last >> 8);
+}
+
+/// Bits [0, count) of `to` become bits [bit, bit + count) of `from`.
+void get_bits(std::uint8_t* to, const std::uint8_t* from, Index bit, Index count) {
+  const int shift = static_cast<int>(bit % 8);
+  from += bit / 8;
+  const Index bytes = (count + 7) / 8, last = (shift + count - 1) / 8;
+  if (shift == 0) return void(std::memcpy(to, from, bytes));
+  Index i = 0;
+  for (; i + 8 <= last; i += 8) {
+    store_word(to + i, load_word(from + i) >> shift | std::uint64_t(from[i + 8]) << (64 - shift));
+  }
+  for (; i < bytes; ++i) {
+    const unsigned next = i + 1 <= last ? from[i + 1] : 0;
+    to[i] = static_cast<std::uint8_t>(from[i] >> shift | next << (8 - shift));
+  }
+}
+
+/// The bits of one matrix at a time, with rows that start at a byte.
+class Bits {
+ public:
+  Bits(const Context& context, const Geometry& geometry, const TensorView& t, const Plan& plan)
+      : geometry_(geometry),
+        shared_(plan.shares_bytes()),
+        all_(static_cast<std::uint8_t*>(t.data)),
+        bytes_(t.defined()
+                   ? rounded_up(geometry.piece_elements() / 8 + geometry.piece_rows() + 8, 64)
+                   : 0),
+        own_(context, plan.workers * bytes_) {}
+
+  Rows<std::uint8_t> rows(Index worker, const BatchNormShape& shape) const {
+    if (bytes_ == 0) return {};
+    return {own_.data() + worker * bytes_, (shape.columns + 7) / 8};
+  }
+  void put(Index worker, const BatchNormShape& shape, const Piece& piece, Index offset) const {
+    each(worker, shape, piece, offset, [&](std::uint8_t* row, Index bit, Index count) {
+      put_bits(all_, bit, row, count, shared_);
+    });
+  }
+  void get(Index worker, const BatchNormShape& shape, const Piece& piece, Index offset) const {
+    each(worker, shape, piece, offset,
+         [&](std::uint8_t* row, Index bit, Index count) { get_bits(row, all_, bit, count); });
+  }
+
+ private:
+  template <typename Body>
+  void each(Index worker, const BatchNormShape& shape, const Piece& piece, Index offset,
+            const Body& body) const {
+    if (bytes_ == 0) return;
+    const auto [data, stride] = rows(worker, shape);
+    const Geometry& g = geometry_;
+    const Index sample = piece.stream * g.samples + piece.sample;
+    if (g.planar) {
+      const Index first = (sample * g.channels + piece.channel) * g.pixels + piece.pixel;
+      for (Index row = 0; row < shape.rows; ++row) {
+        body(data + row * stride, first + row * g.channels * g.pixels, shape.columns);
+      }
+      return;
+    }
+    const Index first = (sample * g.pixels + piece.pixel + offset) * g.channels;
+    if (shape.columns % 8 == 0) return body(data, first, shape.rows * shape.columns);
+    for (Index row = 0; row < shape.rows; ++row) {
+      body(data + row * stride, first + row * shape.columns, shape.columns);
+    }
+  }
+
+  const Geometry& geometry_;
+  const bool shared_;
+  std::uint8_t* all_;
+  Index bytes_;
+  Scratch<std::uint8_t> own_;
 };
 
 // Values per channel. ----------------------------------------------------------------------------
@@ -524,7 +564,7 @@ class Forward {
         x_(context, geometry_, call.x, plan_.workers),
         residual_(context, geometry_, call.residual, plan_.workers),
         y_(context, geometry_, call.y, plan_.workers),
-        bits_(context, geometry_, call.passes, plan_.workers),
+        bits_(context, geometry_, call.passes, plan_),
         blanked_(geometry_, call.blanked),
         weight_(context, weights, call.weight),
         bias_(context, weights, call.bias),
@@ -688,7 +728,7 @@ class Backward {
         residual_(context, geometry_, call.residual, plan_.workers),
         dx_(context, geometry_, call.dx, plan_.workers),
         dresidual_(context, geometry_, call.dresidual, plan_.workers),
-        bits_(context, geometry_, call.passes, plan_.workers),
+        bits_(context, geometry_, call.passes, plan_),
         blanked_(geometry_, call.blanked),
         weight_(context, weights, call.weight),
         bias_(context, weights, call.bias),

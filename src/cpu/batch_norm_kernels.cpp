@@ -47,48 +47,59 @@ class PerChannel {
 /// Sets all lanes with an index below count.
 template <typename V>
 auto first_lanes(Index count) {
-  decltype(V{} < V{}) mask;
-  for (unsigned i = 0; i < sizeof(V) / sizeof(V{}[0]); ++i) mask[i] = i < count ? -1 : 0;
-  return mask;
+  using Mask = decltype(V{} < V{});
+  Mask index{};
+  for (unsigned i = 0; i < sizeof(V) / sizeof(index[0]); ++i) index[i] = i;
+  return index < static_cast<decltype(+index[0])>(count);
 }
+
+// All arguments in memory are copied first. Otherwise the compiler would read them again after
+// every store, because a store might have changed them.
 
 // Sums. ------------------------------------------------------------------------------------------
 
 /// totals[k] = the sum of all terms of a matrix. term(row, i, count...) returns kSums vectors.
 /// Terms of columns that do not exist must be zero.
 template <typename T, int kSums, typename Term>
-void sum_planes(const BatchNormShape& shape, AccumulatorOf<T>* const (&totals)[kSums],
-                const Term& term) {
+void sum_planes(BatchNormShape shape, AccumulatorOf<T>* const (&totals)[kSums], const Term& term) {
   using V = LanesOf<T>;
   constexpr int kChains = 4, kLanes = Memory<T>::kLanes;  // enough to hide an addition's latency
   constexpr Index kRun = 16 * kChains * kLanes;  // sums of sums: long sums of float32 are inexact
-  V all[kSums] = {};
+  V all[kSums] = {}, sums[kChains][kSums] = {};
+  Index run = 0;
   for (Index row = 0; row < shape.rows; ++row) {
+    const auto add = [&](int chain, auto... where) {
+      const auto terms = term(row, where...);
+      for (int k = 0; k < kSums; ++k) sums[chain][k] = sums[chain][k] + terms.of[k];
+    };
     for (Index i = 0; i < shape.columns;) {
-      V sums[kChains][kSums] = {};
-      const auto add = [&](int chain, auto... where) {
-        const auto terms = term(row, where...);
-        for (int k = 0; k < kSums; ++k) sums[chain][k] = sums[chain][k] + terms.of[k];
-      };
       const Index end = i + kRun < shape.columns ? i + kRun : shape.columns;
+      run += end - i;
       for (; i + kChains * kLanes <= end; i += kChains * kLanes) {
         for (int chain = 0; chain < kChains; ++chain) add(chain, i + chain * kLanes);
       }
       for (; i + kLanes <= end; i += kLanes) add(0, i);
       if (i < end) add(1, i, end - i), i = end;
+      if (run < kRun) continue;
       for (int k = 0; k < kSums; ++k) {
         all[k] = all[k] + ((sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]));
+        for (int chain = 0; chain < kChains; ++chain) sums[chain][k] = V{};
       }
+      run = 0;
     }
   }
-  for (int k = 0; k < kSums; ++k) *totals[k] = add_lanes<typename Memory<T>::Sum>(all[k]);
+  for (int k = 0; k < kSums; ++k) {
+    const V rest = (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
+    *totals[k] = add_lanes<typename Memory<T>::Sum>(all[k] + rest);
+  }
 }
 
 /// totals[k][column] = the sum over the rows of a column's terms.
 template <typename T, int kSums, typename Term>
-void sum_rows(const BatchNormShape& shape, AccumulatorOf<T>* const (&totals)[kSums],
-              const Term& term) {
+void sum_rows(BatchNormShape shape, AccumulatorOf<T>* const (&into)[kSums], const Term& term) {
   using S = Memory<AccumulatorOf<T>>;
+  AccumulatorOf<T>* totals[kSums];
+  for (int k = 0; k < kSums; ++k) totals[k] = into[k];
   each_vector<T>(shape.columns, [&](Index i, auto... count) {
     for (int k = 0; k < kSums; ++k) S::store(totals[k] + i, LanesOf<T>{}, count...);
   });
@@ -111,7 +122,7 @@ void sum_rows(const BatchNormShape& shape, AccumulatorOf<T>* const (&totals)[kSu
 }
 
 template <typename T, bool kPlanar, int kSums, typename Term>
-void sum(const BatchNormShape& shape, AccumulatorOf<T>* const (&totals)[kSums], const Term& term) {
+void sum(BatchNormShape shape, AccumulatorOf<T>* const (&totals)[kSums], const Term& term) {
   if constexpr (kPlanar)
     sum_planes<T>(shape, totals, term);
   else
@@ -124,7 +135,7 @@ struct Terms {
 };
 
 template <typename T, bool kPlanar>
-void moments_of(const BatchNormShape& shape, Rows<const T> x, AccumulatorOf<T>* pivots,
+void moments_of(BatchNormShape shape, Rows<const T> x, AccumulatorOf<T>* pivots,
                 AccumulatorOf<T>* sums, AccumulatorOf<T>* squares) {
   using A = AccumulatorOf<T>;
   using V = LanesOf<T>;
@@ -202,8 +213,8 @@ class Normalize {
   }
 
  private:
-  const Normalization<T>& in_;
-  PerChannel<A, kPlanar> mean_, scale_, shift_;
+  const Normalization<T> in_;
+  const PerChannel<A, kPlanar> mean_, scale_, shift_;
 };
 
 /// What a value is after it went through memory.
@@ -249,7 +260,7 @@ unsigned load_some_bits(const std::uint8_t* bits, Index i) {
 }
 
 template <typename T, Activation kKind, bool kPlanar, bool kResidual, bool kBits>
-void normalize_as(const BatchNormShape& shape, const Normalization<T>& in, Rows<T> y,
+void normalize_as(BatchNormShape shape, const Normalization<T>& in, Rows<T> y,
                   [[maybe_unused]] Rows<std::uint8_t> bits) {
   const Normalize<T, kPlanar, kResidual> normalize(in);
   for (Index row = 0; row < shape.rows; ++row) {
@@ -296,7 +307,8 @@ class Gradient {
   using M = Memory<T>;
 
  public:
-  explicit Gradient(const ActivationGradient<T>& in) : in_(in), normalize_(in.forward) {}
+  explicit Gradient(const ActivationGradient<T>& in)
+      : dy_(in.dy), bits_(in.bits), normalize_(in.forward) {}
 
   /// Whether dv depends on x.
   static constexpr bool kReadsX = kSource == Source::v || kSource == Source::v_with_residual;
@@ -311,9 +323,9 @@ class Gradient {
   }
   template <typename... Count>
   LanesOf<T> dv([[maybe_unused]] LanesOf<T> centered, Index row, Index i, Count... count) const {
-    const LanesOf<T> dy = M::load(in_.dy.data + row * in_.dy.stride + i, count...);
+    const LanesOf<T> dy = M::load(dy_.data + row * dy_.stride + i, count...);
     if constexpr (kSource == Source::bits) {
-      const unsigned open = load_some_bits<T>(in_.bits.data + row * in_.bits.stride, i);
+      const unsigned open = load_some_bits<T>(bits_.data + row * bits_.stride, i);
       return select(from_bits(dy, open), dy, LanesOf<T>{});
     } else if constexpr (kReadsX) {
       const LanesOf<T> v = normalize_.v(centered, row, i, count...);
@@ -327,8 +339,9 @@ class Gradient {
   }
 
  private:
-  const ActivationGradient<T>& in_;
-  Normalize<T, kPlanar, kSource == Source::v_with_residual> normalize_;
+  const Rows<const T> dy_;
+  const Rows<const std::uint8_t> bits_;
+  const Normalize<T, kPlanar, kSource == Source::v_with_residual> normalize_;
 };
 
 /// Calls function(Gradient) of the right kind.
@@ -360,7 +373,7 @@ void with_gradient(const BatchNormShape& shape, const ActivationGradient<T>& in,
 template <typename T>
 void gradient_sums(const BatchNormShape& shape, const ActivationGradient<T>& in,
                    AccumulatorOf<T>* sums, AccumulatorOf<T>* products) {
-  with_gradient<T>(shape, in, [&]<bool kPlanar>(const auto& gradient) {
+  with_gradient<T>(shape, in, [&]<bool kPlanar>(auto gradient) {
     sum<T, kPlanar, 2>(shape, {sums, products}, [&](Index row, Index i, auto... count) {
       const LanesOf<T> centered = gradient.centered(row, i, count...);
       const LanesOf<T> dv = gradient.dv(centered, row, i, count...);
@@ -370,11 +383,12 @@ void gradient_sums(const BatchNormShape& shape, const ActivationGradient<T>& in,
 }
 
 template <typename T>
-void differentiate(const BatchNormShape& shape, const ActivationGradient<T>& in,
+void differentiate(const BatchNormShape& from, const ActivationGradient<T>& in,
                    const AccumulatorOf<T>* slopes, const AccumulatorOf<T>* offsets, Rows<T> dx,
                    Rows<T> dresidual) {
   using V = LanesOf<T>;
-  with_gradient<T>(shape, in, [&]<bool kPlanar>(const auto& gradient) {
+  with_gradient<T>(from, in, [=]<bool kPlanar>(auto gradient) {
+    const BatchNormShape shape = from;
     const PerChannel<AccumulatorOf<T>, kPlanar> slope(slopes), offset(offsets);
     for (Index row = 0; row < shape.rows; ++row) {
       each_vector<T>(shape.columns, [&](Index i, auto... count) {
