@@ -26,7 +26,7 @@ using Index = std::int64_t;
 constexpr Index kPlaneElements = 4 * 1024;  // NCHW: a piece that fits L1, for it is read twice
 constexpr Index kRowElements = 16 * 1024;   // channels-last: a piece that fits L2
 constexpr Index kPieceRows = 16;            // fewer rows would make partial sums too expensive
-constexpr Index kShortRow = 256;            // channels-last: rows shorter than this are joined
+constexpr Index kShortRow = 128;            // channels-last: rows shorter than this are joined
 constexpr Index kJoinedRow = 16;            // to a multiple of the widest vector
 constexpr Index kChannelTile = 64;          // channels whose partial sums are combined together
 constexpr Index kChannelRange = 8;          // NCHW: whole bytes of bits, for any number of pixels
@@ -609,10 +609,11 @@ class Forward {
       const Index columns = shape.planar ? 1 : shape.columns;
       const auto values =
           static_cast<double>(shape.planar ? shape.rows * shape.columns : shape.rows);
+      const double per_value = 1 / values;
       for (Index i = 0; i < columns; i += size) {
         add(count, part, values, size, [&](Index c) {
           const double pivot = pivots[i + c] - base(first + c), sum = sums[i + c];
-          const double rest = squares[i + c] - sum * sum / values;
+          const double rest = squares[i + c] - sum * sum * per_value;
           // An infinite mean stays infinite, although the sum of x - pivot is NaN then.
           return Moments{pivot * values + (pivot - pivot == 0 ? sum : 0), rest < 0 ? 0 : rest};
         });

@@ -352,5 +352,87 @@ TEST(BatchNormList, FastestFirstAndPortableAlways) {
   }
 }
 
+/// What forward says about a call that `spoil` made bad. Nothing may be written then.
+template <typename Spoil>
+std::string forward_message(const Spoil& spoil) {
+  BatchNorm call = make({0, 2, 3, 2, 2});
+  const BatchNorm before = call;
+  BatchNormActForward arguments = call.forward();
+  spoil(arguments);
+  const std::string message = message_of([&] { batch_norm_act(Context{}, arguments); });
+  for (Tensor BatchNorm::* t : {&BatchNorm::y, &BatchNorm::running_mean, &BatchNorm::running_var,
+                                &BatchNorm::mean, &BatchNorm::inverse}) {
+    EXPECT_EQ((call.*t).memory(), (before.*t).memory());
+  }
+  EXPECT_EQ(call.passes, before.passes);
+  EXPECT_EQ(call.tracked, before.tracked);
+  return message;
+}
+
+template <typename Spoil>
+std::string backward_message(const Spoil& spoil) {
+  const BatchNorm call = make({0, 2, 3, 2, 2});
+  BatchNormActBackward arguments = call.backward();
+  spoil(arguments);
+  const std::string message = message_of([&] { batch_norm_act(Context{}, arguments); });
+  const BatchNorm fresh = make({0, 2, 3, 2, 2});
+  for (Tensor BatchNorm::* t :
+       {&BatchNorm::dx, &BatchNorm::dresidual, &BatchNorm::dweight, &BatchNorm::dbias}) {
+    EXPECT_EQ((call.*t).memory(), (fresh.*t).memory());
+  }
+  return message;
+}
+
+TEST(BatchNormErrors, Forward) {
+  using F = BatchNormActForward;
+  const auto expect = [](const char* message, const auto& spoil) {
+    EXPECT_EQ(forward_message(spoil), message);
+  };
+  expect("x: expected [S, N, C, H, W] or [N, C, H, W], got [2, 3, 2]", [](F& f) { f.x.rank = 3; });
+  expect("x: expected a floating dtype, got int64", [](F& f) { f.x.dtype = DType::i64; });
+  expect("residual: expected x's shape [2, 3, 2, 2], got [2, 4, 2, 2]",
+         [](F& f) { f.residual.sizes[1] = 4; });
+  expect("residual: expected dtype float32 as x, got float16",
+         [](F& f) { f.residual.dtype = DType::f16; });
+  expect("weight: expected [3], got [2]", [](F& f) { f.weight.sizes[0] = 2; });
+  expect("running_var: expected dtype float32 as running_mean, got float64",
+         [](F& f) { f.running_var.dtype = DType::f64; });
+  expect("running_mean and running_var: expected both or none", [](F& f) { f.running_var = {}; });
+  expect("blanked: expected dtype bool, got uint8",
+         [](F& f) { f.blanked = {f.y.data, DType::u8, {}, {2}}; });
+  expect("blanked: expected [2], got [3]",
+         [](F& f) { f.blanked = {f.y.data, DType::b8, {}, {3}}; });
+  expect("group: expected [3, 3], got [2, 3]",
+         [](F& f) { f.group = {f.x.data, DType::f32, {}, {2, 3}}; });
+  expect("num_batches_tracked: expected a tensor where momentum is None, got none",
+         [](F& f) { f.momentum = -1, f.num_batches_tracked = {}; });
+  expect("mean, inverse_deviation and passes: expected all or none, got 2",
+         [](F& f) { f.passes = {}; });
+  expect("activation: expected 'identity', 'relu', 'relu6', 'silu' or 'hardswish', got 'gelu'",
+         [](F& f) { f.activation = Activation::gelu; });
+  expect("y: expected memory of its own, got some that overlaps x",
+         [](F& f) { f.y.data = f.x.data; });
+  EXPECT_EQ(forward_message([](F& f) {
+              f.implementation = "loops";
+            }).find("implementation: there is none named 'loops'; 'avx512' "),
+            0u);
+  BatchNorm one = make({0, 1, 3, 1, 1});
+  EXPECT_EQ(message_of([&] { batch_norm_act(Context{}, one.forward()); }),
+            "x: expected more than 1 value per channel when training, got [1, 3, 1, 1]");
+}
+
+TEST(BatchNormErrors, Backward) {
+  using B = BatchNormActBackward;
+  const auto expect = [](const char* message, const auto& spoil) {
+    EXPECT_EQ(backward_message(spoil), message);
+  };
+  expect("dy: expected x's shape [2, 3, 2, 2], got [2, 3, 2, 1]", [](B& b) { b.dy.sizes[3] = 1; });
+  expect("mean: is missing", [](B& b) { b.mean = {}; });
+  expect("dweight: expected dtype float32 as weight, got float16",
+         [](B& b) { b.dweight.dtype = DType::f16; });
+  expect("dx: expected memory of its own, got some that overlaps x",
+         [](B& b) { b.dx.data = b.x.data; });
+}
+
 }  // namespace
 }  // namespace fusewise::testing
