@@ -25,7 +25,7 @@ using Index = std::int64_t;
 
 constexpr Index kPlaneElements = 4 * 1024;  // NCHW: a piece that fits L1, for it is read twice
 constexpr Index kRowElements = 16 * 1024;   // channels-last: a piece that fits L2
-constexpr Index kPieceRows = 16;            // fewer rows would make partial sums too expensive
+constexpr Index kPieceRows = 32;            // fewer rows would make partial sums too expensive
 constexpr Index kShortRow = 128;            // channels-last: rows shorter than this are joined
 constexpr Index kJoinedRow = 16;            // to a multiple of the widest vector
 constexpr Index kChannelTile = 64;          // channels whose partial sums are combined together
@@ -241,9 +241,9 @@ class Plan {
     if (by_channel_) {
       const Index ranges = (units_ + kChannelRange - 1) / kChannelRange;
       each(ranges, [&](Index worker, Index begin, Index end) {
-        const Index first = begin * kChannelRange, last = std::min(units_, end * kChannelRange);
-        for (Index unit = first; unit < last; ++unit) {
-          Sums total = totals(unit);
+        const Index last = std::min(units_, end * kChannelRange);
+        for (Index unit = begin * kChannelRange; unit < last; ++unit) {
+          const Sums total = totals(unit);
           double first, second;
           const Sums part{&first, &second};
           combine(operation, unit, 1, total, [&](const Piece& piece, Index) {
@@ -581,7 +581,8 @@ class Forward {
         bases_.data()[i] = base - base == 0 ? base : 0;
       }
     }
-    if (call.passes.defined()) std::memset(call.passes.data, 0, call.passes.numel());
+    const Index bytes = call.passes.defined() ? call.passes.numel() : 0;
+    std::fill_n(static_cast<std::uint8_t*>(call.passes.data), bytes, std::uint8_t(0));
     auto* counter = static_cast<Index*>(call.num_batches_tracked.data);
     if (call.training && counter != nullptr) ++*counter;
     factor_ =

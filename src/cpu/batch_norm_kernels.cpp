@@ -186,7 +186,7 @@ constexpr bool has_bits(Activation kind) {
 }
 
 /// (x - mean) and v of one vector. Both directions compute v here, so that they agree on its bits.
-template <typename T, bool kPlanar, bool kResidual>
+template <typename T, bool kPlanar>
 class Normalize {
   using A = AccumulatorOf<T>;
   using M = Memory<T>;
@@ -202,7 +202,7 @@ class Normalize {
   template <typename... Count>
   LanesOf<T> v(LanesOf<T> centered, Index row, Index i, Count... count) const {
     LanesOf<T> v = multiply_add(centered, scale_.at(i, count...), shift_.at(i, count...));
-    if constexpr (kResidual) {
+    if (in_.residual.data != nullptr) {
       v = v + M::load(in_.residual.data + row * in_.residual.stride + i, count...);
     }
     return v;
@@ -259,10 +259,10 @@ unsigned load_some_bits(const std::uint8_t* bits, Index i) {
   }
 }
 
-template <typename T, Activation kKind, bool kPlanar, bool kResidual, bool kBits>
+template <typename T, Activation kKind, bool kPlanar, bool kBits>
 void normalize_as(BatchNormShape shape, const Normalization<T>& in, Rows<T> y,
                   [[maybe_unused]] Rows<std::uint8_t> bits) {
-  const Normalize<T, kPlanar, kResidual> normalize(in);
+  const Normalize<T, kPlanar> normalize(in);
   for (Index row = 0; row < shape.rows; ++row) {
     T* out = y.data + row * y.stride;
     each_vector<T>(shape.columns, [&](Index i, auto... count) {
@@ -282,13 +282,10 @@ void normalize(const BatchNormShape& shape, const Normalization<T>& in, Rows<T> 
                Rows<std::uint8_t> bits) {
   with_activation(in.activation, [&]<Activation kKind>() {
     const auto run = [&]<bool kPlanar>() {
-      if (in.residual.data == nullptr)
-        return normalize_as<T, kKind, kPlanar, false, false>(shape, in, y, bits);
       if constexpr (has_bits(kKind)) {
-        if (bits.data != nullptr)
-          return normalize_as<T, kKind, kPlanar, true, true>(shape, in, y, bits);
+        if (bits.data != nullptr) return normalize_as<T, kKind, kPlanar, true>(shape, in, y, bits);
       }
-      normalize_as<T, kKind, kPlanar, true, false>(shape, in, y, bits);
+      normalize_as<T, kKind, kPlanar, false>(shape, in, y, bits);
     };
     if (shape.planar)
       run.template operator()<true>();
@@ -299,10 +296,8 @@ void normalize(const BatchNormShape& shape, const Normalization<T>& in, Rows<T> 
 
 // Gradients. -------------------------------------------------------------------------------------
 
-/// From what dv is computed.
-enum class Source { nothing, bits, v, v_with_residual };
-
-template <typename T, Activation kKind, bool kPlanar, Source kSource>
+/// dv of one vector. With bits, the activation does not matter.
+template <typename T, Activation kKind, bool kPlanar, bool kBits>
 class Gradient {
   using M = Memory<T>;
 
@@ -311,7 +306,7 @@ class Gradient {
       : dy_(in.dy), bits_(in.bits), normalize_(in.forward) {}
 
   /// Whether dv depends on x.
-  static constexpr bool kReadsX = kSource == Source::v || kSource == Source::v_with_residual;
+  static constexpr bool kReadsX = !kBits && kKind != Activation::identity;
 
   template <typename... Count>
   LanesOf<T> centered(Index row, Index i, Count... count) const {
@@ -324,7 +319,7 @@ class Gradient {
   template <typename... Count>
   LanesOf<T> dv([[maybe_unused]] LanesOf<T> centered, Index row, Index i, Count... count) const {
     const LanesOf<T> dy = M::load(dy_.data + row * dy_.stride + i, count...);
-    if constexpr (kSource == Source::bits) {
+    if constexpr (kBits) {
       const unsigned open = load_some_bits<T>(bits_.data + row * bits_.stride, i);
       return select(from_bits(dy, open), dy, LanesOf<T>{});
     } else if constexpr (kReadsX) {
@@ -341,7 +336,7 @@ class Gradient {
  private:
   const Rows<const T> dy_;
   const Rows<const std::uint8_t> bits_;
-  const Normalize<T, kPlanar, kSource == Source::v_with_residual> normalize_;
+  const Normalize<T, kPlanar> normalize_;
 };
 
 /// Calls function(Gradient) of the right kind.
@@ -349,19 +344,12 @@ template <typename T, typename Function>
 void with_gradient(const BatchNormShape& shape, const ActivationGradient<T>& in,
                    const Function& function) {
   const auto in_layout = [&]<bool kPlanar>() {
-    constexpr Activation kNone = Activation::identity;
-    if (in.bits.data != nullptr)
-      return function.template operator()<kPlanar>(Gradient<T, kNone, kPlanar, Source::bits>(in));
+    if (in.bits.data != nullptr) {
+      return function.template operator()<kPlanar>(
+          Gradient<T, Activation::identity, kPlanar, true>(in));
+    }
     with_activation(in.forward.activation, [&]<Activation kKind>() {
-      if constexpr (kKind == kNone)
-        return function.template operator()<kPlanar>(
-            Gradient<T, kNone, kPlanar, Source::nothing>(in));
-      if constexpr (!has_bits(kKind)) {
-        if (in.forward.residual.data != nullptr)
-          return function.template operator()<kPlanar>(
-              Gradient<T, kKind, kPlanar, Source::v_with_residual>(in));
-      }
-      function.template operator()<kPlanar>(Gradient<T, kKind, kPlanar, Source::v>(in));
+      function.template operator()<kPlanar>(Gradient<T, kKind, kPlanar, false>(in));
     });
   };
   if (shape.planar)
