@@ -30,6 +30,7 @@ constexpr Index kShortRow = 128;            // channels-last: rows shorter than 
 constexpr Index kJoinedRow = 16;            // to a multiple of the widest vector
 constexpr Index kChannelTile = 64;          // channels whose partial sums are combined together
 constexpr Index kChannelRange = 8;          // NCHW: whole bytes of bits, for any number of pixels
+constexpr Index kStreamBytes = 16 << 20;    // outputs this large bypass the caches
 constexpr Index kWorthThreads = 16 * 1024;  // fewer elements run on one thread
 
 Index rounded_up(Index value, Index step) { return (value + step - 1) / step * step; }
@@ -72,6 +73,7 @@ struct Geometry {
   bool planar;
   Index joined = 1;                // pixels in one row of the channels-last kernels
   Index group = 1, chunk, chunks;  // samples and pixels of a piece, pieces of a sample
+  bool stream = false;             // whether outputs are too large for the caches
   Index pieces;                    // of one channel (NCHW) or of one stream
 
   Geometry(std::initializer_list<const TensorView*> tensors, bool blanked)
@@ -98,6 +100,7 @@ struct Geometry {
     }
     chunks = (pixels + chunk - 1) / chunk;
     pieces = (samples + group - 1) / group * chunks;
+    stream = elements() * size_of((*tensors.begin())->dtype) >= kStreamBytes;
   }
 
   Index row() const { return channels * joined; }
@@ -119,10 +122,10 @@ struct Geometry {
   /// pixels that do not fill a joined row. offset: pixels before the matrix.
   template <typename Body>
   void each_matrix(const Piece& piece, const Body& body) const {
-    if (planar) return body(BatchNormShape{piece.samples, piece.pixels, true}, Index(0));
+    if (planar) return body(BatchNormShape{piece.samples, piece.pixels, true, stream}, Index(0));
     const Index rows = piece.pixels / joined, rest = piece.pixels % joined;
-    if (rows > 0) body(BatchNormShape{rows, row(), false}, Index(0));
-    if (rest > 0) body(BatchNormShape{1, rest * channels, false}, rows * joined);
+    if (rows > 0) body(BatchNormShape{rows, row(), false, stream}, Index(0));
+    if (rest > 0) body(BatchNormShape{1, rest * channels, false, stream}, rows * joined);
   }
 
  private:

@@ -259,16 +259,44 @@ unsigned load_some_bits(const std::uint8_t* bits, Index i) {
   }
 }
 
+/// Writes an output. Large ones bypass the caches if all of their vectors are aligned.
+template <typename T>
+class Writer {
+ public:
+  Writer(const BatchNormShape& shape, Rows<T> to) : to_(to) {
+    const auto address = reinterpret_cast<std::uintptr_t>(to.data);
+    stream_ = shape.stream && (address | to.stride * sizeof(T)) % kBytes == 0;
+  }
+  ~Writer() {
+    if (stream_) end_of_stream();
+  }
+  bool wanted() const { return to_.data != nullptr; }
+  void store(Index row, Index i, LanesOf<T> value) const {
+    T* to = to_.data + row * to_.stride + i;
+    if (stream_)
+      Memory<T>::stream(to, value);
+    else
+      Memory<T>::store(to, value);
+  }
+  void store(Index row, Index i, LanesOf<T> value, Index count) const {
+    Memory<T>::store(to_.data + row * to_.stride + i, value, count);
+  }
+
+ private:
+  const Rows<T> to_;
+  bool stream_;
+};
+
 template <typename T, Activation kKind, bool kPlanar, bool kBits>
 void normalize_as(BatchNormShape shape, const Normalization<T>& in, Rows<T> y,
                   [[maybe_unused]] Rows<std::uint8_t> bits) {
   const Normalize<T, kPlanar> normalize(in);
+  const Writer<T> out(shape, y);
   for (Index row = 0; row < shape.rows; ++row) {
-    T* out = y.data + row * y.stride;
     each_vector<T>(shape.columns, [&](Index i, auto... count) {
       const LanesOf<T> v = normalize.v(normalize.centered(row, i, count...), row, i, count...);
       const LanesOf<T> value = activate<kKind>(v);
-      Memory<T>::store(out + i, value, count...);
+      out.store(row, i, value, count...);
       if constexpr (kBits) {
         const unsigned open = to_bits(passes<kKind>(as_stored<T>(value)));
         store_bits<T>(bits.data + row * bits.stride, i, open);
@@ -378,20 +406,20 @@ void differentiate(const BatchNormShape& from, const ActivationGradient<T>& in,
   with_gradient<T>(from, in, [=]<bool kPlanar>(auto gradient) {
     const BatchNormShape shape = from;
     const PerChannel<AccumulatorOf<T>, kPlanar> slope(slopes), offset(offsets);
+    const Writer<T> to_dx(shape, dx), to_dresidual(shape, dresidual);
     for (Index row = 0; row < shape.rows; ++row) {
       each_vector<T>(shape.columns, [&](Index i, auto... count) {
         V centered{};
         if (gradient.kReadsX || slopes != nullptr) centered = gradient.centered(row, i, count...);
         const V dv = gradient.dv(centered, row, i, count...);
-        if (dresidual.data != nullptr)
-          Memory<T>::store(dresidual.data + row * dresidual.stride + i, dv, count...);
-        if (dx.data == nullptr) return;
+        if (to_dresidual.wanted()) to_dresidual.store(row, i, dv, count...);
+        if (!to_dx.wanted()) return;
         V value = gradient.scale(i, count...) * dv;
         if (slopes != nullptr) {
           value = multiply_add(centered, slope.at(i, count...), offset.at(i, count...));
           value = multiply_add(gradient.scale(i, count...), dv, value);
         }
-        Memory<T>::store(dx.data + row * dx.stride + i, value, count...);
+        to_dx.store(row, i, value, count...);
       });
     }
   });

@@ -24,6 +24,7 @@ struct Rows {
 struct BatchNormShape {
   std::int64_t rows = 0, columns = 0;
   bool planar = true;
+  bool stream = false;  // write outputs with streaming stores
 };
 
 /// v = (x - mean) * scale + shift (+ residual).

@@ -337,6 +337,42 @@ TEST_P(BatchNormOnCpu, NaNAndInfinityStayInTheirChannel) {
   }
 }
 
+TEST_P(BatchNormOnCpu, LargeOutputs) {
+  // Large enough for stores that bypass the caches, at addresses that suit them and that do not.
+  constexpr Index kSide = 1024, kCount = 2 * kSide * kSide;
+  std::vector<double> x(kCount), memory(2 * kCount + 16), statistics(4, 0.5);
+  for (Index i = 0; i < kCount; ++i) x[i] = static_cast<double>(i % 1009) / 500 - 1;
+  const auto run = [&](bool channels_last, double* to) {
+    const auto view = [&](const double* data) {
+      const TensorView planes(data, DType::f64, {}, {1, 2, kSide, kSide});
+      const TensorView rows(data, DType::f64, {}, {1, 2, kSide, kSide}, {kCount, 1, 2 * kSide, 2});
+      return channels_last ? rows : planes;
+    };
+    BatchNormActForward forward;
+    forward.x = view(x.data());
+    forward.y = view(to);
+    forward.mean = {statistics.data(), DType::f64, {}, {2}};
+    forward.inverse_deviation = {statistics.data() + 2, DType::f64, {}, {2}};
+    forward.training = true;
+    forward.implementation = GetParam();
+    batch_norm_act(Context{}, forward);
+    BatchNormActBackward backward;
+    backward.x = backward.dy = forward.x;
+    backward.mean = forward.mean;
+    backward.inverse_deviation = forward.inverse_deviation;
+    backward.training = true;
+    backward.dx = view(to + kCount);
+    backward.implementation = GetParam();
+    batch_norm_act(Context{}, backward);
+    return std::vector<double>(to, to + 2 * kCount);
+  };
+  const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+  double* aligned = memory.data() + (64 - address % 64) % 64 / sizeof(double);
+  for (const bool channels_last : {false, true}) {
+    EXPECT_EQ(run(channels_last, aligned), run(channels_last, aligned + 1));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, BatchNormOnCpu, ::testing::ValuesIn(available()),
                          [](const auto& info) { return info.param; });
 
