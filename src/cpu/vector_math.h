@@ -178,6 +178,11 @@ F32 short_exp2(F32 x) {
   return select(exponent < -120.0f, F32{}, 0.398942280f * short_exp2(bounded));
 }
 
+template <typename V>
+V clamp_to_6(V z) {
+  return select(z < 0, V{}, select(z > 6, V{} + 6, z));
+}
+
 template <Activation kKind, bool kHalf = false, typename V>
 V activate(V z) {
   if constexpr (kKind == Activation::gelu && kHalf) return z * short_normal_cdf(z);
@@ -187,6 +192,8 @@ V activate(V z) {
   if constexpr (kKind == Activation::gelu_tanh) {
     return z * lane(V{}, 0.5) * (1 + tanh(gelu_argument(z)));
   }
+  if constexpr (kKind == Activation::relu6) return clamp_to_6(z);
+  if constexpr (kKind == Activation::hardswish) return z * (clamp_to_6(z + 3) / 6);
   return z;
 }
 
@@ -212,6 +219,11 @@ V activation_gradient(V z, V gradient) {
     const V larger = 1 / (1 + e), smaller = e * larger;
     const V slope = lane(V{}, 0.79788456080286536) * (1 + lane(V{}, 3 * 0.044715) * z * z);
     return gradient * (select(u < 0, smaller, larger) + 2 * z * (smaller * larger) * slope);
+  }
+  if constexpr (kKind == Activation::relu6) return select((z <= 0) | (z >= 6), V{}, gradient);
+  if constexpr (kKind == Activation::hardswish) {
+    const V open = select(z < 3, gradient * (z / 3 + lane(V{}, 0.5)), gradient);
+    return select(z <= -3, V{}, open);
   }
   return gradient;
 }
