@@ -2,6 +2,9 @@
 
 // From a call of BatchNorm to what its kernels need.
 
+#include <initializer_list>
+#include <string>
+
 #include "fusewise/batch_norm.h"
 
 namespace fusewise::cuda {
@@ -42,5 +45,15 @@ BackwardNeeds needs_of(const BatchNormActBackward& call);
 
 /// Whether the bits of `passes` are in the order S, N, H, W, C, not S, N, C, H, W.
 bool has_adjacent_channels(const TensorView& x);
+
+/// A size by its place from the end: 4 is N, 3 is C, 2 is H, 1 is W.
+inline std::int64_t dimension(const TensorView& t, int from_end) {
+  return t.sizes[t.rank - from_end];
+}
+inline std::int64_t streams_of(const TensorView& x) { return x.rank == 5 ? x.sizes[0] : 1; }
+
+/// Why kernels with 16-byte accesses cannot take these images, as a sentence, or empty if they can.
+/// The first one is x; absent ones do not matter.
+std::string dense_decline(std::initializer_list<const TensorView*> images, bool with_bits);
 
 }  // namespace fusewise::cuda
