@@ -1,6 +1,7 @@
 // The CUDA implementations of BatchNorm + activation, fastest first.
 
 #include "common/operators.h"
+#include "cuda/batch_norm/cluster.cuh"
 #include "cuda/batch_norm/general.cuh"
 #include "cuda/batch_norm/two_pass.cuh"
 
@@ -9,6 +10,8 @@ namespace {
 
 template <typename Call>
 constexpr Implementation<Call> kList[] = {
+    {"cluster", cluster_declines, cluster_run,
+     [](const Context&, const Call& call) { return cluster_yields(call.x); }},
     {"two_pass", two_pass_declines, two_pass_run},
     {"general", [](const Context&, const Call&) { return std::string(); }, general_run}};
 

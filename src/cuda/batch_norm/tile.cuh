@@ -153,7 +153,8 @@ struct Table {
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(values[i]), "=f"(values[i + 1]), "=f"(values[i + 2]),
                        "=f"(values[i + 3])
-                     : "r"(static_cast<unsigned>(__cvta_generic_to_shared(from))));
+                     : "r"(static_cast<unsigned>(__cvta_generic_to_shared(from)))
+                     : "memory");
       }
     }
   }

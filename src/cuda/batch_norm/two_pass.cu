@@ -169,13 +169,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (!present[j]) continue;
-      float d[kVector], centred[kVector];
-      batch[j].gradient(a, table, tile.lane, d, centred);
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) {
-        sum[k] += d[k];
-        products[k] = fmaf(d[k], centred[k], products[k]);
-      }
+      add_gradients(a, table, tile.lane, batch[j], sum, products);
     }
   }
   const double count = tile.count();

@@ -171,6 +171,21 @@ __device__ __forceinline__ float fill_saved(const Tile<T, kPlanar>& tile,
   return saved.inverse;
 }
 
+/// Adds dv and dv * (x - mean) of a vector.
+template <typename T, bool kPlanar, bool kResidual, int kVector>
+__device__ __forceinline__ void add_gradients(const GradientArguments& a,
+                                              const Table<T, kPlanar>& table, int lane,
+                                              const GradientVectors<T, kResidual>& vectors,
+                                              float (&sum)[kVector], float (&products)[kVector]) {
+  float d[kVector], centred[kVector];
+  vectors.gradient(a, table, lane, d, centred);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    sum[k] += d[k];
+    products[k] = fmaf(d[k], centred[k], products[k]);
+  }
+}
+
 /// Computes and stores dx and dresidual of a unit.
 template <typename T, bool kPlanar, bool kResidual>
 __device__ __forceinline__ void write_gradients(const GradientArguments& a,
