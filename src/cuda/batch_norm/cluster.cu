@@ -31,12 +31,12 @@ __device__ __forceinline__ const V* in_block(const V* mine, int rank) {
 }
 
 /// The blocks of a cluster are neighbours in the grid and have the slabs of one tile.
-__device__ __forceinline__ unsigned tile_index(const Cut& cut) {
+[[maybe_unused]] __device__ __forceinline__ unsigned tile_index(const Cut& cut) {
   const unsigned slab = blockIdx.x % cut.slabs, rest = blockIdx.x / cut.slabs;
   return (rest / cut.tiles * cut.slabs + slab) * cut.tiles + rest % cut.tiles;
 }
 
-__device__ __forceinline__ void sync_cluster(const Cut& cut) {
+[[maybe_unused]] __device__ __forceinline__ void sync_cluster(const Cut& cut) {
   if (cut.slabs == 1) return __syncthreads();
   arrive_in_cluster();
   wait_for_cluster();
