@@ -22,12 +22,18 @@ __device__ __forceinline__ void fill_shifts(const Tile<T, kPlanar>& tile, const 
   // Pixels of one sample, so none of them is blanked.
   const int sample_left =
       static_cast<int>((cut.sample_units.quotient(from) + 1) * cut.sample_units.value() - from);
-  const int count = min(kPlanar ? 1 : 4, min(static_cast<int>(tile.end - from), sample_left));
-  float sums[kVector] = {};
-  for (int i = 0; i < count; ++i) {
-    const Vector<T> v = load_vector(x + tile.offset(from + i));
+  constexpr int kMost = kPlanar ? 1 : 4;
+  const int count = min(kMost, min(static_cast<int>(tile.end - from), sample_left));
+  Vector<T> few[kMost];
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) sums[k] += v[k];
+  for (int i = 0; i < kMost; ++i) {  // all in flight at once
+    if (i < count) few[i] = load_vector(x + tile.offset(from + i));
+  }
+  float sums[kVector] = {};
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) sums[k] += i < count ? few[i][k] : 0.0f;
   }
   if constexpr (kPlanar) {
 #pragma unroll

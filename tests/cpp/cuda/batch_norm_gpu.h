@@ -171,7 +171,8 @@ inline Expected forward_reference(const Problem& p) {
   out.v.resize(p.x.numel());
   for (Index at = 0; at < p.mean.numel(); ++at) {
     const Index s = at / p.is.c, c = at % p.is.c;
-    double count = 0, sum = 0, magnitude = 0, variance = 0;
+    double count = 0, magnitude = 0;
+    long double sum = 0, variance = 0;  // the float64 kernels are held against these
     Bounded mean, var;
     if (p.is.group) {
       const Index from = 3 * s * p.is.c + c;
@@ -186,11 +187,11 @@ inline Expected forward_reference(const Problem& p) {
         magnitude += std::fabs(p.x.get(i));
       });
       const double all = std::max(count, 1.0);
-      mean = {sum / all, 4 * eps * magnitude / all};
+      mean = {static_cast<double>(sum / all), 4 * eps * magnitude / all};
       each(p, s, c, [&](Index n, Index i) {
         if (!p.is_blank(n)) variance += std::pow(p.x.get(i) - mean.value, 2);
       });
-      var = {variance / all, 32 * eps * variance / all};
+      var = {static_cast<double>(variance / all), 32 * eps * static_cast<double>(variance / all)};
     } else {
       mean = {p.running_mean.get(at), 0};
       var = {p.running_var.get(at), 0};
