@@ -1,10 +1,25 @@
-// The CUDA implementations of BatchNorm + activation.
+// The CUDA implementations of BatchNorm + activation, fastest first.
 
 #include "common/operators.h"
+#include "cuda/batch_norm/cluster.cuh"
+#include "cuda/batch_norm/general.cuh"
+#include "cuda/batch_norm/two_pass.cuh"
 
 namespace fusewise::cuda {
+namespace {
 
-Implementations<BatchNormActForward> batch_norm_act_forward() { return {}; }
-Implementations<BatchNormActBackward> batch_norm_act_backward() { return {}; }
+template <typename Call>
+constexpr Implementation<Call> kList[] = {
+    {"cluster", cluster_declines, cluster_run,
+     [](const Context&, const Call& call) { return cluster_yields(call.x); }},
+    {"two_pass", two_pass_declines, two_pass_run},
+    {"general", [](const Context&, const Call&) { return std::string(); }, general_run}};
+
+}  // namespace
+
+Implementations<BatchNormActForward> batch_norm_act_forward() { return kList<BatchNormActForward>; }
+Implementations<BatchNormActBackward> batch_norm_act_backward() {
+  return kList<BatchNormActBackward>;
+}
 
 }  // namespace fusewise::cuda

@@ -1,0 +1,96 @@
+#pragma once
+
+// The activations of BatchNorm, chosen at run time for several values at once. One branch serves
+// them all, so that kernels need no instance per activation.
+
+#include "cuda/fast_math.cuh"
+
+namespace fusewise::cuda {
+
+/// As accurate as a result of type T, see fast_math.cuh.
+template <Activation kKind, typename T, typename A>
+__device__ __forceinline__ A act(A v) {
+  if constexpr (kKind == Activation::hardswish && sizeof(T) == 2) {
+    return v * (math::clamp_to_6(v + A(3)) * A(1.0 / 6));
+  } else if constexpr (kKind == Activation::silu) {
+    return activate_as<kKind, T>(v);
+  } else {
+    return math::activate<kKind>(v);
+  }
+}
+
+template <Activation kKind, typename T, typename A>
+__device__ __forceinline__ A act_gradient(A v, A d) {
+  if constexpr (kKind == Activation::hardswish && sizeof(T) == 2) {
+    if (v <= A(-3)) return A(0);
+    return v < A(3) ? d * (v * A(1.0 / 3) + A(0.5)) : d;
+  } else if constexpr (kKind == Activation::silu) {
+    return activation_gradient_as<kKind, T>(v, d);
+  } else {
+    return math::activation_gradient<kKind>(v, d);
+  }
+}
+
+/// Calls body(std::integral_constant-like tag) for the activation's value at run time.
+template <Activation kValue>
+struct ActivationTag {
+  static constexpr Activation kKind = kValue;
+};
+template <typename Body>
+__device__ __forceinline__ void with_activation(Activation kind, Body body) {
+  switch (kind) {
+    case Activation::relu:
+      return body(ActivationTag<Activation::relu>{});
+    case Activation::relu6:
+      return body(ActivationTag<Activation::relu6>{});
+    case Activation::silu:
+      return body(ActivationTag<Activation::silu>{});
+    case Activation::hardswish:
+      return body(ActivationTag<Activation::hardswish>{});
+    default:
+      return;  // identity
+  }
+}
+
+template <typename T, int kCount, typename A>
+__device__ __forceinline__ void activate_all(Activation kind, A (&v)[kCount]) {
+  with_activation(kind, [&](auto tag) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) v[k] = act<decltype(tag)::kKind, T>(v[k]);
+  });
+}
+
+/// d becomes the gradient before the activation.
+template <typename T, int kCount, typename A>
+__device__ __forceinline__ void differentiate_all(Activation kind, const A (&v)[kCount],
+                                                  A (&d)[kCount]) {
+  with_activation(kind, [&](auto tag) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) d[k] = act_gradient<decltype(tag)::kKind, T>(v[k], d[k]);
+  });
+}
+
+/// Bit k is set where the gradient of relu or relu6 passes. NaN passes.
+template <int kCount, typename A>
+__device__ __forceinline__ unsigned passing(Activation kind, const A (&v)[kCount]) {
+  const A end = kind == Activation::relu6 ? A(6) : A(INFINITY);
+  const bool unbounded = kind != Activation::relu6;
+  unsigned bits = 0;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const bool passes = !(v[k] <= A(0)) && (unbounded || !(v[k] >= end));
+    bits |= static_cast<unsigned>(passes) << k;
+  }
+  return bits;
+}
+
+/// d becomes 0 where its bit is not set.
+template <int kCount, typename A>
+__device__ __forceinline__ void keep_passing(unsigned bits, A (&d)[kCount]) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    if ((bits >> k & 1) == 0) d[k] = A(0);
+  }
+}
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,97 @@
+#include "cuda/batch_norm/arguments.h"
+
+namespace fusewise::cuda {
+namespace {
+
+/// Whether any of the parameters is float32 beside half-precision x.
+template <typename... Views>
+bool are_wide(const TensorView& x, const Views&... parameters) {
+  return ((parameters.defined() && parameters.dtype != x.dtype) || ...);
+}
+
+/// Dense in the order S, N, H, W, C or S, N, C, H, W.
+bool is_dense(const TensorView& t, bool channels_last) {
+  const int r = t.rank;
+  const int last[] = {r - 3, r - 1, r - 2, r - 4, r - 5};
+  const int planar[] = {r - 1, r - 2, r - 3, r - 4, r - 5};
+  std::int64_t stride = 1;
+  for (const int d : channels_last ? last : planar) {
+    if (d < 0) continue;
+    if (t.sizes[d] != 1 && t.strides[d] != stride) return false;
+    stride *= t.sizes[d];
+  }
+  return true;
+}
+
+}  // namespace
+
+ForwardChannels channels_of(const BatchNormActForward& call) {
+  return {.weight = call.weight.data,
+          .bias = call.bias.data,
+          .running_mean = call.running_mean.data,
+          .running_var = call.running_var.data,
+          .tracked = static_cast<long long*>(call.num_batches_tracked.data),
+          .group = call.group.data,
+          .mean = call.mean.data,
+          .inverse = call.inverse_deviation.data,
+          .momentum = call.momentum,
+          .eps = call.eps,
+          .wide = are_wide(call.x, call.weight, call.bias, call.running_mean, call.running_var),
+          .training = call.training,
+          .streams = streams_of(call.x),
+          .channels = dimension(call.x, 3)};
+}
+
+BackwardChannels channels_of(const BatchNormActBackward& call) {
+  return {.weight = call.weight.data,
+          .bias = call.bias.data,
+          .mean = call.mean.data,
+          .inverse = call.inverse_deviation.data,
+          .group = call.group.data,
+          .dweight = call.dweight.data,
+          .dbias = call.dbias.data,
+          .wide = are_wide(call.x, call.weight, call.bias, call.dweight, call.dbias),
+          .training = call.training,
+          .streams = streams_of(call.x),
+          .channels = dimension(call.x, 3)};
+}
+
+BackwardNeeds needs_of(const BatchNormActBackward& call) {
+  const bool for_dx = call.dx.defined() && call.training && !call.group.defined();
+  return {.sums = for_dx || call.dweight.defined() || call.dbias.defined(),
+          .images = call.dx.defined() || call.dresidual.defined()};
+}
+
+bool has_adjacent_channels(const TensorView& x) {
+  return dimension(x, 3) > 1 && x.strides[x.rank - 3] == 1;
+}
+
+std::string dense_decline(std::initializer_list<const TensorView*> images, bool with_bits) {
+  const TensorView& x = **images.begin();
+  if (x.dtype == DType::f64) return "it has no float64 kernels";
+  if (x.numel() == 0) return "the batch is empty";
+  const bool channels_last = has_adjacent_channels(x);
+  for (const TensorView* image : images) {
+    if (!image->defined()) continue;
+    if (!is_dense(*image, channels_last)) {
+      return "it takes dense NCHW or channels-last images, all in one layout";
+    }
+    if (reinterpret_cast<std::uintptr_t>(image->data) % 16 != 0) {
+      return "an image does not start on a 16-byte boundary";
+    }
+  }
+  const std::int64_t channels = dimension(x, 3), pixels = dimension(x, 2) * dimension(x, 1);
+  const std::int64_t inner = channels_last ? channels : pixels;
+  if (inner * size_of(x.dtype) % 16 != 0) {
+    return channels_last ? "the channels of a pixel are not a multiple of 16 bytes"
+                         : "the pixels of a channel are not a multiple of 16 bytes";
+  }
+  if (with_bits && inner % 8 != 0) return "the bits of relu do not fill bytes";
+  const std::int64_t most = std::int64_t{1} << 30;
+  if (channels >= most || dimension(x, 4) * pixels >= most || (x.rank == 5 && x.sizes[0] >= most)) {
+    return "a dimension is too large for its 32-bit indices";
+  }
+  return {};
+}
+
+}  // namespace fusewise::cuda

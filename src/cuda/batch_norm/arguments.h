@@ -1,0 +1,59 @@
+#pragma once
+
+// From a call of BatchNorm to what its kernels need.
+
+#include <initializer_list>
+#include <string>
+
+#include "fusewise/batch_norm.h"
+
+namespace fusewise::cuda {
+
+/// The per-channel tensors of forward, [S, C] each. Any may be null.
+struct ForwardChannels {
+  const void *weight, *bias;
+  void *running_mean, *running_var;
+  long long* tracked;
+  const void* group;
+  void *mean, *inverse;
+  double momentum, eps;
+  bool wide, training;
+  long long streams, channels;
+
+  /// Whether the statistics are those of this call's x.
+  bool own() const { return group == nullptr && (training || running_mean == nullptr); }
+};
+
+struct BackwardChannels {
+  const void *weight, *bias;
+  const void *mean, *inverse;
+  const void* group;
+  void *dweight, *dbias;
+  bool wide, training;
+  long long streams, channels;
+};
+
+/// Which of the kernels a backward call needs.
+struct BackwardNeeds {
+  bool sums;    ///< dv and dv * (x - mean) over this call's values
+  bool images;  ///< dx or dresidual
+};
+
+ForwardChannels channels_of(const BatchNormActForward& call);
+BackwardChannels channels_of(const BatchNormActBackward& call);
+BackwardNeeds needs_of(const BatchNormActBackward& call);
+
+/// Whether the bits of `passes` are in the order S, N, H, W, C, not S, N, C, H, W.
+bool has_adjacent_channels(const TensorView& x);
+
+/// A size by its place from the end: 4 is N, 3 is C, 2 is H, 1 is W.
+inline std::int64_t dimension(const TensorView& t, int from_end) {
+  return t.sizes[t.rank - from_end];
+}
+inline std::int64_t streams_of(const TensorView& x) { return x.rank == 5 ? x.sizes[0] : 1; }
+
+/// Why kernels with 16-byte accesses cannot take these images, as a sentence, or empty if they can.
+/// The first one is x; absent ones do not matter.
+std::string dense_decline(std::initializer_list<const TensorView*> images, bool with_bits);
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,259 @@
+#pragma once
+
+// What the kernels of BatchNorm do once per channel: combine the partial results of the first pass,
+// update the running statistics, and derive the coefficients of the second pass.
+
+#include "cuda/batch_norm/arguments.h"
+#include "cuda/vector.cuh"
+
+namespace fusewise::cuda {
+
+/// Weight, bias, running statistics and their gradients: x's type T, or float32 beside half
+/// precision (`wide`). An absent one reads as `absent`.
+template <typename T>
+__device__ __forceinline__ Accumulator<T> parameter(const void* data, bool wide, long long i,
+                                                    Accumulator<T> absent) {
+  if (data == nullptr) return absent;
+  if (sizeof(T) == 2 && wide) return static_cast<const float*>(data)[i];
+  return to_accumulator<Accumulator<T>>(static_cast<const T*>(data)[i]);
+}
+template <typename T>
+__device__ __forceinline__ void set_parameter(void* data, bool wide, long long i,
+                                              Accumulator<T> value) {
+  if (data == nullptr) return;
+  if (sizeof(T) == 2 && wide) {
+    static_cast<float*>(data)[i] = static_cast<float>(value);
+  } else {
+    static_cast<T*>(data)[i] = from_accumulator<T>(value);
+  }
+}
+
+/// v = (x - mean) * scale + shift. Every kernel computes it exactly so: then backward takes the
+/// same side of relu as forward. With x * scale + (shift - mean * scale) it would cancel.
+template <typename A>
+struct alignas(4 * sizeof(A)) Coefficients {
+  A mean, scale, shift, inverse;
+
+  __device__ __forceinline__ A operator()(A x) const { return fma(x - mean, scale, shift); }
+};
+
+/// dx = scale * (dv - offset - (x - mean) * slope), with offset and slope 0 in inference.
+template <typename A>
+struct alignas(2 * sizeof(A)) Corrections {
+  A offset, slope;
+};
+
+/// Each block of the first pass writes the moments of its slab of pixels. The means are float64: in
+/// float32, the difference of two large means would have lost the digits that the variance needs.
+template <typename A>
+struct MomentParts {
+  double* counts;  ///< [S, slabs]
+  double* means;   ///< [S, slabs, C], 0 where the count is 0
+  A* squares;      ///< [S, slabs, C]: sums of squared differences from that mean
+  int slabs;
+};
+
+/// The same in backward.
+template <typename A>
+struct GradientParts {
+  double* counts;  ///< [S, slabs]
+  A* dv;           ///< [S, slabs, C]: sums of dv
+  A* dvx;          ///< [S, slabs, C]: sums of dv * (x - mean)
+  int slabs;
+};
+
+/// Moments about `reference`, which is near the mean. They add without cancelling.
+struct Moments {
+  double count = 0, sum = 0, squares = 0;
+
+  __device__ __forceinline__ void add(double n, double mean, double own, double reference) {
+    const double d = mean - reference;
+    count += n;
+    sum += n * d;
+    squares += n * d * d + own;
+  }
+  __device__ __forceinline__ void add(const Moments& other) {
+    count += other.count;
+    sum += other.sum;
+    squares += other.squares;
+  }
+  __device__ double mean(double reference) const {
+    return count > 0 ? reference + sum / count : 0.0;
+  }
+  /// The sum of squared differences from the mean. NaN stays NaN.
+  __device__ double central() const {
+    const double result = count > 0 ? squares - sum * (sum / count) : 0.0;
+    return result < 0 ? 0.0 : result;
+  }
+};
+
+/// Bytes of shared memory that `combine` needs for results of type Result.
+template <typename Result>
+constexpr std::size_t combine_bytes(int threads, int width) {
+  return sizeof(Result) * (threads > width ? threads : width);
+}
+
+/// Adds what part(k, i) returns for i < slabs in a fixed order and calls finish(k, sum) for
+/// k < width. Called by the whole block. Ends with a barrier.
+template <typename Result, typename Part, typename Finish>
+__device__ void combine(int slabs, int width, void* shared, Part part, Finish finish) {
+  Result* const sums = static_cast<Result*>(shared);
+  const int threads = static_cast<int>(blockDim.x);
+  const int rows = max(1, min(slabs, threads / width));
+  for (int t = threadIdx.x; t < rows * width; t += threads) {
+    const int row = t / width, k = t - row * width;
+    Result sum{};
+#pragma unroll 4
+    for (int i = row; i < slabs; i += rows) part(sum, k, i);
+    sums[t] = sum;
+  }
+  __syncthreads();
+  for (int k = threadIdx.x; k < width; k += threads) {
+    Result sum = sums[k];
+    for (int row = 1; row < rows; ++row) sum.add(sums[row * width + k]);
+    finish(k, sum);
+  }
+  __syncthreads();
+}
+
+/// The first slab with values: its mean serves as the reference of the sums.
+__device__ __forceinline__ int first_slab(const double* counts, int slabs) {
+  int first = 0;
+  while (first < slabs - 1 && counts[first] == 0) ++first;
+  return first;
+}
+
+/// Calls finish(k, count, mean, variance) for the `width` channels from `first`. See combine.
+template <typename A, typename Finish>
+__device__ void combine_moments(const MomentParts<A>& parts, long long stream, long long channels,
+                                long long first, int width, void* shared, Finish finish) {
+  const double* counts = parts.counts + stream * parts.slabs;
+  const long long start = stream * parts.slabs * channels + first;
+  const double* means = parts.means + start;
+  const A* squares = parts.squares + start;
+  const double* reference = means + first_slab(counts, parts.slabs) * channels;
+  combine<Moments>(
+      parts.slabs, width, shared,
+      [&](Moments& sum, int k, int i) {
+        const long long at = i * channels + k;
+        sum.add(counts[i], means[at], static_cast<double>(squares[at]), reference[k]);
+      },
+      [&](int k, const Moments& sum) {
+        const double variance = sum.count > 0 ? sum.central() / sum.count : 0.0;
+        finish(k, sum.count, sum.mean(reference[k]), variance);
+      });
+}
+
+template <typename A>
+struct GradientSums {
+  double count = 0;
+  A dv = 0, dvx = 0;
+
+  __device__ __forceinline__ void add(const GradientSums& other) {
+    count += other.count;
+    dv += other.dv;
+    dvx += other.dvx;
+  }
+};
+
+/// Calls finish(k, sums) for the `width` channels from `first`. See combine.
+template <typename A, typename Finish>
+__device__ void combine_gradients(const GradientParts<A>& parts, long long stream,
+                                  long long channels, long long first, int width, void* shared,
+                                  Finish finish) {
+  const double* counts = parts.counts + stream * parts.slabs;
+  const long long start = stream * parts.slabs * channels + first;
+  combine<GradientSums<A>>(
+      parts.slabs, width, shared,
+      [&](GradientSums<A>& sum, int k, int i) {
+        const long long at = start + i * channels + k;
+        sum.add({counts[i], parts.dv[at], parts.dvx[at]});
+      },
+      finish);
+}
+
+/// The number of calls with this one, for the cumulative average.
+__device__ __forceinline__ long long tracked_calls(const ForwardChannels& f, bool counted) {
+  if (f.tracked == nullptr) return 1;
+  return *f.tracked + (counted ? 0 : 1);
+}
+
+/// From a channel's statistics to its coefficients. `write`: also the saved and running statistics.
+template <typename T>
+__device__ Coefficients<Accumulator<T>> finish_channel(const ForwardChannels& f, long long at,
+                                                       double count, double mean, double variance,
+                                                       long long calls, bool write) {
+  using A = Accumulator<T>;
+  const A inverse = A(1) / sqrt(static_cast<A>(variance) + static_cast<A>(f.eps));
+  if (write) {
+    if (f.mean != nullptr) {
+      static_cast<A*>(f.mean)[at] = static_cast<A>(mean);
+      static_cast<A*>(f.inverse)[at] = inverse;
+    }
+    if (f.training && f.running_mean != nullptr && count > 1) {
+      const double factor = f.momentum < 0 ? 1.0 / static_cast<double>(calls) : f.momentum;
+      const auto update = [&](void* running, double now) {
+        const double old = parameter<T>(running, f.wide, at, A(0));
+        set_parameter<T>(running, f.wide, at, static_cast<A>(old + factor * (now - old)));
+      };
+      update(f.running_mean, mean);
+      update(f.running_var, variance * count / (count - 1));
+    }
+  }
+  return {static_cast<A>(mean), inverse * parameter<T>(f.weight, f.wide, at, A(1)),
+          parameter<T>(f.bias, f.wide, at, A(0)), inverse};
+}
+
+/// The coefficients in inference, from the running statistics.
+template <typename T>
+__device__ __forceinline__ Coefficients<Accumulator<T>> running_coefficients(
+    const ForwardChannels& f, long long at, bool write) {
+  using A = Accumulator<T>;
+  return finish_channel<T>(f, at, 0, parameter<T>(f.running_mean, f.wide, at, A(0)),
+                           parameter<T>(f.running_var, f.wide, at, A(0)), 1, write);
+}
+
+/// The coefficients in backward, from what forward saved.
+template <typename T>
+__device__ __forceinline__ Coefficients<Accumulator<T>> saved_coefficients(
+    const BackwardChannels& b, long long at) {
+  using A = Accumulator<T>;
+  const A inverse = static_cast<const A*>(b.inverse)[at];
+  return {static_cast<const A*>(b.mean)[at], inverse * parameter<T>(b.weight, b.wide, at, A(1)),
+          parameter<T>(b.bias, b.wide, at, A(0)), inverse};
+}
+
+/// What dx needs besides dv, from the number of values and the sums over all of them.
+template <typename A>
+__device__ __forceinline__ Corrections<A> corrections(double count, A dbias, A dweight, A inverse) {
+  if (!(count > 0)) return {A(0), A(0)};
+  const A n = static_cast<A>(count);
+  return {dbias / n, dweight / n * inverse};
+}
+
+/// From a channel's sums in this call to what dx needs. `write`: also dweight and dbias.
+template <typename T>
+__device__ Corrections<Accumulator<T>> finish_gradient(const BackwardChannels& b, long long at,
+                                                       const GradientSums<Accumulator<T>>& sums,
+                                                       Accumulator<T> inverse, bool write) {
+  const auto dweight = sums.dvx * inverse;
+  if (write) {
+    set_parameter<T>(b.dweight, b.wide, at, dweight);
+    set_parameter<T>(b.dbias, b.wide, at, sums.dv);
+  }
+  return corrections(sums.count, sums.dv, dweight, inverse);
+}
+
+/// What dx needs from the sums over all processes.
+template <typename T>
+__device__ __forceinline__ Corrections<Accumulator<T>> group_corrections(const BackwardChannels& b,
+                                                                         long long at,
+                                                                         Accumulator<T> inverse) {
+  using A = Accumulator<T>;
+  const long long stream = at / b.channels;
+  const A* group = static_cast<const A*>(b.group) + 2 * stream * b.channels + at;
+  return corrections(static_cast<double>(group[0]), group[b.channels], group[2 * b.channels],
+                     inverse);
+}
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,217 @@
+#pragma once
+
+// How the kernels with 16-byte accesses share dense images: the vectors of a block and of a thread,
+// per-channel values in shared memory, and sums over a block.
+
+#include <cstdint>
+
+#include "common/divide.h"
+#include "cuda/batch_norm/channels.cuh"
+#include "cuda/batch_norm/divisor.cuh"
+#include "cuda/reduce.cuh"
+
+namespace fusewise::cuda {
+
+inline constexpr int kThreads = 384;
+
+/// How images are cut into blocks. A unit is a vector of each of `lanes` groups of channels: a
+/// pixel's in channels-last images, a vector of pixels of one channel in NCHW images. A block has a
+/// slab of units of one stream.
+struct Cut {
+  int channels, lanes, tiles, slabs;
+  unsigned units, per_slab;  // of a stream
+  Divisor sample_units;      // of a sample
+  int samples;
+  const bool* blanked;  // [S, N], may be null
+
+  Index blocks(Index streams) const { return streams * tiles * slabs; }
+};
+
+/// `lanes` is 1 for NCHW images.
+inline Cut make_cut(const TensorView& x, const TensorView& blanked, int lanes, std::int64_t slabs) {
+  const std::int64_t vector = 16 / size_of(x.dtype), channels = dimension(x, 3);
+  const std::int64_t pixels = dimension(x, 2) * dimension(x, 1), samples = dimension(x, 4);
+  const bool channels_last = has_adjacent_channels(x);
+  const std::int64_t sample_units = channels_last ? pixels : pixels / vector;
+  const std::int64_t units = samples * sample_units;
+  // Even: two vectors of four values share a byte of bits, and it must not be two blocks' byte.
+  const std::int64_t per_slab = divide_up(units, 2 * slabs) * 2;
+  return {.channels = static_cast<int>(channels),
+          .lanes = lanes,
+          .tiles = static_cast<int>(channels_last ? divide_up(channels / vector, lanes) : channels),
+          .slabs = static_cast<int>(divide_up(units, per_slab)),
+          .units = static_cast<unsigned>(units),
+          .per_slab = static_cast<unsigned>(per_slab),
+          .sample_units = Divisor(sample_units, false),
+          .samples = static_cast<int>(samples),
+          .blanked = static_cast<const bool*>(blanked.data)};
+}
+
+template <typename T, bool kPlanar>
+struct Tile {
+  static constexpr int kVector = Vector<T>::kSize;
+
+  const Cut& cut;
+  int stream, slab, first, width;  // width: channels of this block
+  int lanes, strands, strand, lane;
+  unsigned begin, end;
+  int steps;  // units of this thread
+
+  __device__ Tile(const Cut& cut, unsigned block) : cut(cut) {
+    const int tile = static_cast<int>(block % cut.tiles);
+    slab = static_cast<int>(block / cut.tiles % cut.slabs);
+    stream = static_cast<int>(block / cut.tiles / cut.slabs);
+    first = kPlanar ? tile : tile * cut.lanes * kVector;
+    width = kPlanar ? 1 : min(cut.lanes * kVector, cut.channels - first);
+    lanes = kPlanar ? 1 : width / kVector;
+    strands = kThreads / lanes;
+    strand = threadIdx.x / lanes;
+    lane = threadIdx.x - strand * lanes;
+    begin = slab * cut.per_slab;
+    end = min(begin + cut.per_slab, cut.units);
+    const int left = static_cast<int>(end - begin) - strand;
+    steps = strand < strands && left > 0 ? (left + strands - 1) / strands : 0;
+  }
+  template <bool kReverse>
+  __device__ __forceinline__ unsigned unit(int step) const {
+    return begin + strand + (kReverse ? steps - 1 - step : step) * strands;
+  }
+  /// Where the thread's vector of a unit is. It is also 8 times the place of its bits.
+  __device__ __forceinline__ Index offset(unsigned unit) const {
+    if constexpr (kPlanar) {
+      const Index sample = cut.sample_units.quotient(unit), in_plane = cut.sample_units.value();
+      const Index plane =
+          (static_cast<Index>(stream) * cut.samples + sample) * cut.channels + first;
+      return (plane * in_plane + (unit - sample * in_plane)) * kVector;
+    } else {
+      return (static_cast<Index>(stream) * cut.units + unit) * cut.channels + first +
+             lane * kVector;
+    }
+  }
+  __device__ __forceinline__ bool is_blank(unsigned unit) const {
+    return cut.blanked != nullptr &&
+           cut.blanked[static_cast<Index>(stream) * cut.samples + cut.sample_units.quotient(unit)];
+  }
+  /// The first unit that is not blanked, or `end`.
+  __device__ unsigned first_present() const {
+    unsigned unit = begin;
+    while (unit < end && is_blank(unit)) {
+      const Index next = (cut.sample_units.quotient(unit) + 1) * cut.sample_units.value();
+      unit = static_cast<unsigned>(min(next, static_cast<Index>(end)));
+    }
+    return unit;
+  }
+  /// Values per channel of this slab that are not blanked. For a whole warp.
+  __device__ double count() const {
+    Index present = 0;
+    if (cut.blanked == nullptr) {
+      present = end - begin;
+    } else if (begin < end) {
+      const int last = static_cast<int>(cut.sample_units.quotient(end - 1));
+      for (int n = static_cast<int>(cut.sample_units.quotient(begin)) + threadIdx.x % 32; n <= last;
+           n += 32) {
+        const Index from = n * cut.sample_units.value(), to = from + cut.sample_units.value();
+        if (!cut.blanked[static_cast<Index>(stream) * cut.samples + n]) {
+          present += min(to, static_cast<Index>(end)) - max(from, static_cast<Index>(begin));
+        }
+      }
+      present = warp_sum(present);
+    }
+    return static_cast<double>(present * (kPlanar ? kVector : 1));
+  }
+  __device__ __forceinline__ Index channel(int k) const {
+    return static_cast<Index>(stream) * cut.channels + first + k;
+  }
+  /// Where this slab's part of channel k is.
+  __device__ __forceinline__ Index part(int k) const {
+    return (static_cast<Index>(stream) * cut.slabs + slab) * cut.channels + first + k;
+  }
+};
+
+/// Per-channel values in shared memory, `rows` for each channel, so that a thread loads those of
+/// its vector with 16-byte accesses and without bank conflicts.
+template <typename T, bool kPlanar>
+struct Table {
+  static constexpr int kVector = Vector<T>::kSize;
+  float* data;
+  int lanes;
+
+  __device__ __forceinline__ float& at(int row, int k) const {
+    if constexpr (kPlanar) return data[row];
+    const int lane = k / kVector, i = k % kVector;
+    return data[((row * (kVector / 4) + i / 4) * lanes + lane) * 4 + i % 4];
+  }
+  /// The values of a thread's vector. Volatile: they would not all fit in registers otherwise.
+  __device__ __forceinline__ void get(int row, int lane, float (&values)[kVector]) const {
+    if constexpr (kPlanar) {
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) values[k] = data[row];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; i += 4) {
+        const float* from = data + ((row * (kVector / 4) + i / 4) * lanes + lane) * 4;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(values[i]), "=f"(values[i + 1]), "=f"(values[i + 2]),
+                       "=f"(values[i + 3])
+                     : "r"(static_cast<unsigned>(__cvta_generic_to_shared(from)))
+                     : "memory");
+      }
+    }
+  }
+};
+
+enum Row { kMean, kScale, kShift, kOffset, kSlope };
+
+/// Floats of shared memory for `rows` values of each channel of a block.
+__host__ __device__ constexpr int table_floats(int rows, int width) {
+  return (rows * width + 3) / 4 * 4;
+}
+
+/// Adds two values of each channel over the block and calls finish(k, first, second) for k < width.
+/// `shared`: sum_floats. Ends with a barrier.
+template <typename T, bool kPlanar, typename Finish>
+__device__ __forceinline__ void sum_over_block(const Tile<T, kPlanar>& tile,
+                                               float (&first)[Vector<T>::kSize],
+                                               float (&second)[Vector<T>::kSize], float* shared,
+                                               Finish finish) {
+  constexpr int kVector = Vector<T>::kSize;
+  const int width = 2 * tile.width;
+  int rows = tile.strands;
+  if constexpr (kPlanar) {
+    rows = kThreads / 32;
+#pragma unroll
+    for (int k = 1; k < kVector; ++k) {
+      first[0] += first[k];
+      second[0] += second[k];
+    }
+    first[0] = warp_sum(first[0]);
+    second[0] = warp_sum(second[0]);
+    if (threadIdx.x % 32 == 0) {
+      shared[threadIdx.x / 32 * 2] = first[0];
+      shared[threadIdx.x / 32 * 2 + 1] = second[0];
+    }
+  } else if (tile.strand < tile.strands) {
+    float* row = shared + tile.strand * width + tile.lane * kVector;
+#pragma unroll
+    for (int k = 0; k < kVector; k += 4) {
+      *reinterpret_cast<float4*>(row + k) =
+          make_float4(first[k], first[k + 1], first[k + 2], first[k + 3]);
+      *reinterpret_cast<float4*>(row + tile.width + k) =
+          make_float4(second[k], second[k + 1], second[k + 2], second[k + 3]);
+    }
+  }
+  __syncthreads();
+  float* const scratch = shared + rows * width;
+  float* const totals = scratch + max(kThreads, width);
+  block_sum_rows(shared, rows, width, scratch, [&](int k, float sum) { totals[k] = sum; });
+  for (int k = threadIdx.x; k < tile.width; k += kThreads) {
+    finish(k, totals[k], totals[tile.width + k]);
+  }
+  __syncthreads();
+}
+/// For the widest tile: all rows of all threads, the scratch of block_sum_rows, and the totals.
+__host__ __device__ constexpr int sum_floats(int width, int vector) {
+  return 2 * kThreads * vector + (kThreads > 2 * width ? kThreads : 2 * width) + 2 * width;
+}
+
+}  // namespace fusewise::cuda

@@ -1,0 +1,397 @@
+// BatchNorm, residual and activation in two passes over dense images, with 16-byte accesses.
+// Memory: forward reads x twice (once in inference), the residual once, and writes y. Backward
+// reads dy, x and what else dv needs twice and writes dx and dresidual. The second pass goes in the
+// opposite direction, so that it finds in L2 what the first one read last. Bound by memory
+// bandwidth when large; by the start of the second kernel and the exchange of sums when small.
+
+#include "cuda/batch_norm/two_pass.cuh"
+
+#include <algorithm>
+
+#include "common/divide.h"
+#include "cuda/batch_norm/finish.cuh"
+#include "cuda/batch_norm/units.cuh"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
+
+namespace fusewise::cuda {
+namespace {
+
+/// Two blocks fill the registers of an SM: 80 per thread.
+constexpr int kBlocks = 2;
+/// Vectors that a thread has in flight: 48 KB per SM and more.
+constexpr int kInFlight = 4;
+/// A block of channels that has at most so many parts combines them itself. Otherwise a kernel
+/// between the passes does: each block would read all parts of its channels.
+constexpr Index kMostOwnParts = 4608;
+constexpr int kMostLanes = 64;
+
+// ---- Forward.
+
+/// Mean and squares of the slabs, shifted by a mean of a few values. Memory: x once.
+template <typename T, bool kPlanar>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    moments_kernel(const __grid_constant__ Cut cut, const T* x, const MomentParts<float> parts,
+                   long long* tracked) {
+  constexpr int kVector = Vector<T>::kSize, kBatch = kInFlight + 2;
+  extern __shared__ __align__(16) float shared[];
+  allow_next_kernel();
+  if (tracked != nullptr && blockIdx.x == 0 && threadIdx.x == 0) ++*tracked;
+  const Tile<T, kPlanar> tile(cut, blockIdx.x);
+  Packed<T> batch[kBatch];
+  bool present[kBatch];
+  const auto load = [&](int step) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const unsigned unit = tile.template unit<false>(step + j);
+      present[j] = step + j < tile.steps && !tile.is_blank(unit);
+      if (present[j]) batch[j].load(x + tile.offset(unit));
+    }
+  };
+  load(0);
+  const Table<T, kPlanar> shifts{shared, tile.lanes};
+  float* const rows = shared + table_floats(1, tile.width);
+  fill_shifts(tile, x, shifts);
+  __syncthreads();
+  float sum[kVector] = {}, squares[kVector] = {};
+  for (int step = 0; step < tile.steps; step += kBatch) {
+    if (step > 0) load(step);
+    float shift[kVector];
+    shifts.get(0, tile.lane, shift);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (!present[j]) continue;
+      add_moments(batch[j], shift, sum, squares);
+    }
+  }
+  const double count = tile.count();
+  if (tile.first == 0 && threadIdx.x == 0) {
+    parts.counts[static_cast<Index>(tile.stream) * cut.slabs + tile.slab] = count;
+  }
+  sum_over_block(tile, sum, squares, rows, [&](int k, float total, float total_squares) {
+    Moments own;
+    own.count = count;
+    own.sum = total;
+    own.squares = total_squares;
+    parts.means[tile.part(k)] = own.mean(shifts.at(0, k));
+    parts.squares[tile.part(k)] = static_cast<float>(own.central());
+  });
+}
+
+/// Memory: x and the residual once, y once, and a bit per value.
+template <typename T, bool kPlanar, bool kResidual>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    normalize_kernel(const __grid_constant__ Cut cut,
+                     const __grid_constant__ NormalizeArguments a) {
+  constexpr int kBatch = kInFlight / (kResidual ? 2 : 1);
+  extern __shared__ __align__(16) float shared[];
+  const Tile<T, kPlanar> tile(cut, gridDim.x - 1 - blockIdx.x);
+  const T* x = static_cast<const T*>(a.x);
+  const T* residual = static_cast<const T*>(a.residual);
+  Packed<T> batch[kBatch], others[kResidual ? kBatch : 1];
+  const auto load = [&](int step) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (step + j >= tile.steps) break;
+      const Index at = tile.offset(tile.template unit<true>(step + j));
+      batch[j].load(x + at);
+      if constexpr (kResidual) others[j].load(residual + at);
+    }
+  };
+  load(0);
+  wait_for_previous_kernel();
+
+  const Table<T, kPlanar> table{shared, tile.lanes};
+  const bool writes = tile.slab == 0;
+  const auto set = [&](int k, const Coefficients<float>& value) {
+    table.at(kMean, k) = value.mean;
+    table.at(kScale, k) = value.scale;
+    table.at(kShift, k) = value.shift;
+  };
+  if (a.parts.slabs > 0) {
+    const long long calls = tracked_calls(a.channels, true);
+    combine_moments(a.parts, tile.stream, cut.channels, tile.first, tile.width,
+                    shared + table_floats(3, tile.width),
+                    [&](int k, double count, double mean, double variance) {
+                      set(k, finish_channel<T>(a.channels, tile.channel(k), count, mean, variance,
+                                               calls, writes));
+                    });
+  } else {
+    for (int k = threadIdx.x; k < tile.width; k += kThreads) {
+      const Index at = tile.channel(k);
+      set(k, a.coefficients != nullptr ? a.coefficients[at]
+                                       : running_coefficients<T>(a.channels, at, writes));
+    }
+    __syncthreads();
+  }
+
+  for (int step = 0; step < tile.steps; step += kBatch) {
+    if (step > 0) load(step);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (step + j >= tile.steps) break;
+      const unsigned unit = tile.template unit<true>(step + j);
+      write_normalized<kResidual>(a, tile, table, unit, batch[j], others[kResidual ? j : 0]);
+    }
+  }
+}
+
+// ---- Backward.
+
+/// Sums of dv and dv * (x - mean) of the slabs. Memory: dy, x and what else dv needs once.
+template <typename T, bool kPlanar, bool kResidual>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    gradient_sums_kernel(const __grid_constant__ Cut cut,
+                         const __grid_constant__ GradientArguments a,
+                         const GradientParts<float> parts) {
+  constexpr int kVector = Vector<T>::kSize, kBatch = kInFlight / 2;
+  extern __shared__ __align__(16) float shared[];
+  allow_next_kernel();
+  const Tile<T, kPlanar> tile(cut, blockIdx.x);
+  GradientVectors<T, kResidual> batch[kBatch];
+  bool present[kBatch];
+  const auto load = [&](int step) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const unsigned unit = tile.template unit<false>(step + j);
+      present[j] = step + j < tile.steps && !tile.is_blank(unit);
+      if (present[j]) batch[j].load(a, tile.offset(unit));
+    }
+  };
+  load(0);
+  const Table<T, kPlanar> table{shared, tile.lanes};
+  float* const rows = shared + table_floats(3, tile.width);
+  for (int k = threadIdx.x; k < tile.width; k += kThreads) fill_saved(tile, table, a.channels, k);
+  __syncthreads();
+  float sum[kVector] = {}, products[kVector] = {};
+  for (int step = 0; step < tile.steps; step += kBatch) {
+    if (step > 0) load(step);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (!present[j]) continue;
+      add_gradients(a, table, tile.lane, batch[j], sum, products);
+    }
+  }
+  const double count = tile.count();
+  if (tile.first == 0 && threadIdx.x == 0) {
+    parts.counts[static_cast<Index>(tile.stream) * cut.slabs + tile.slab] = count;
+  }
+  sum_over_block(tile, sum, products, rows, [&](int k, float dv, float dvx) {
+    parts.dv[tile.part(k)] = dv;
+    parts.dvx[tile.part(k)] = dvx;
+  });
+}
+
+/// Memory: dy, x and what else dv needs once, dx and dresidual once.
+template <typename T, bool kPlanar, bool kResidual>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    gradients_kernel(const __grid_constant__ Cut cut, const __grid_constant__ GradientArguments a) {
+  constexpr int kBatch = kInFlight / 2;
+  extern __shared__ __align__(16) float shared[];
+  const Tile<T, kPlanar> tile(cut, gridDim.x - 1 - blockIdx.x);
+  GradientVectors<T, kResidual> batch[kBatch];
+  const auto load = [&](int step) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (step + j < tile.steps) batch[j].load(a, tile.offset(tile.template unit<true>(step + j)));
+    }
+  };
+  load(0);
+  wait_for_previous_kernel();
+
+  const Table<T, kPlanar> table{shared, tile.lanes};
+  const auto set = [&](int k, const Corrections<float>& value) {
+    table.at(kOffset, k) = value.offset;
+    table.at(kSlope, k) = value.slope;
+  };
+  if (a.parts.slabs > 0) {
+    combine_gradients(
+        a.parts, tile.stream, cut.channels, tile.first, tile.width,
+        shared + table_floats(5, tile.width), [&](int k, const GradientSums<float>& sums) {
+          const Index at = tile.channel(k);
+          const float inverse = fill_saved(tile, table, a.channels, k);
+          const auto own = finish_gradient<T>(a.channels, at, sums, inverse, tile.slab == 0);
+          set(k, a.channels.group == nullptr ? own : group_corrections<T>(a.channels, at, inverse));
+        });
+  } else {
+    for (int k = threadIdx.x; k < tile.width; k += kThreads) {
+      const Index at = tile.channel(k);
+      const float inverse = fill_saved(tile, table, a.channels, k);
+      if (a.corrections != nullptr) {
+        set(k, a.corrections[at]);
+      } else if (a.channels.group != nullptr) {
+        set(k, group_corrections<T>(a.channels, at, inverse));
+      }
+    }
+    __syncthreads();
+  }
+
+  for (int step = 0; step < tile.steps; step += kBatch) {
+    if (step > 0) load(step);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (step + j >= tile.steps) break;
+      const unsigned unit = tile.template unit<true>(step + j);
+      write_gradients(a, tile, table, unit, batch[j]);
+    }
+  }
+}
+
+// ---- Host.
+
+/// Lanes side by side: 128 bytes or more of a pixel, an even number that divides the row, so that
+/// blocks do not share 32-byte sectors and have equal work.
+int choose_lanes(int vectors) {
+  for (int lanes = 8; lanes <= 24; lanes += 2) {
+    if (vectors % lanes == 0) return lanes;
+  }
+  if (vectors <= kMostLanes) return vectors;
+  const int tiles = static_cast<int>(divide_up(vectors, 16));
+  return static_cast<int>(divide_up(vectors, 2 * tiles)) * 2;
+}
+
+Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanked) {
+  const int vector = static_cast<int>(16 / size_of(x.dtype));
+  const std::int64_t streams = x.rank == 5 ? x.sizes[0] : 1, samples = dimension(x, 4);
+  const std::int64_t channels = dimension(x, 3), pixels = dimension(x, 2) * dimension(x, 1);
+  const bool channels_last = has_adjacent_channels(x);
+  const int vectors = static_cast<int>(channels / vector);
+  const int lanes = channels_last ? choose_lanes(vectors) : 1;
+  const std::int64_t tiles = channels_last ? divide_up(vectors, lanes) : channels;
+  const std::int64_t sample_units = channels_last ? pixels : pixels / vector;
+  const std::int64_t units = samples * sample_units;
+  // As many blocks as fit at once, but not more than have a vector for each thread.
+  const std::int64_t resident = kBlocks * limits_of(context.device).multiprocessors;
+  const std::int64_t most = divide_up(units, kThreads / lanes);
+  const std::int64_t slabs =
+      std::clamp<std::int64_t>(resident / (streams * tiles), 1, std::max<std::int64_t>(most, 1));
+  return make_cut(x, blanked, lanes, slabs);
+}
+
+/// The plan of a call and its launches.
+struct Passes {
+  const Context& context;
+  Cut cut;
+  std::int64_t streams;
+  int width, vector;  // channels per block, values per 16 bytes
+  bool channels_last, streaming;
+
+  Passes(const Context& context, const TensorView& x, const TensorView& blanked)
+      : context(context),
+        cut(cut_of(context, x, blanked)),
+        streams(x.rank == 5 ? x.sizes[0] : 1),
+        vector(static_cast<int>(16 / size_of(x.dtype))),
+        channels_last(has_adjacent_channels(x)),
+        streaming(2 * x.numel() * size_of(x.dtype) > limits_of(context.device).l2_cache) {
+    width = channels_last ? cut.lanes * vector : 1;
+  }
+
+  bool combines() const { return Index{cut.slabs} * width <= kMostOwnParts; }
+  Launch first(int rows) const {
+    return {context, cut.blocks(streams), kThreads,
+            sizeof(float) * (table_floats(rows, width) + sum_floats(width, vector))};
+  }
+  /// `follows`: it comes after a kernel of this call. Otherwise it must not load before the kernel
+  /// that writes its input is done.
+  template <typename Result>
+  Launch second(int rows, bool follows) const {
+    return {.context = context,
+            .blocks = cut.blocks(streams),
+            .threads = kThreads,
+            .shared_bytes =
+                sizeof(float) * table_floats(rows, width) + combine_bytes<Result>(kThreads, width),
+            .overlaps_previous = follows};
+  }
+};
+
+/// Calls body(T, planar, residual) with a value of x's type and two std::bool_constant.
+template <typename Body>
+void dispatch(const TensorView& x, bool with_residual, Body&& body) {
+  dispatch_short_dtype(x.dtype, [&]<typename T>(T) {
+    const auto choose = [&](auto planar) {
+      if (with_residual) return body(T{}, planar, std::true_type{});
+      return body(T{}, planar, std::false_type{});
+    };
+    if (has_adjacent_channels(x)) return choose(std::false_type{});
+    return choose(std::true_type{});
+  });
+}
+
+}  // namespace
+
+std::string two_pass_declines(const Context&, const BatchNormActForward& call) {
+  return dense_decline({&call.x, &call.y, &call.residual}, call.passes.defined());
+}
+
+std::string two_pass_declines(const Context&, const BatchNormActBackward& call) {
+  return dense_decline({&call.x, &call.dy, &call.residual, &call.dx, &call.dresidual},
+                       call.passes.defined());
+}
+
+void two_pass_run(const Context& context, const BatchNormActForward& call) {
+  const ForwardChannels f = channels_of(call);
+  const Passes p(context, call.x, call.blanked);
+  const bool own = f.own(), between = f.group != nullptr || (own && !p.combines());
+  const PartMemory<float> memory(context, f.streams, own ? p.cut.slabs : 0, f.channels);
+  const Scratch<Coefficients<float>> coefficients(context, between ? f.streams * f.channels : 0);
+  NormalizeArguments a{.x = call.x.data,
+                       .residual = call.residual.data,
+                       .y = call.y.data,
+                       .passes = static_cast<unsigned char*>(call.passes.data),
+                       .channels = f,
+                       .parts = memory.moments(),
+                       .coefficients = coefficients.data(),
+                       .activation = call.activation,
+                       .streaming = p.streaming};
+  dispatch(call.x, call.residual.defined(), [&]<typename T>(T, auto planar, auto residual) {
+    if (own) {
+      launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
+                    static_cast<const T*>(call.x.data), a.parts, f.training ? f.tracked : nullptr);
+    }
+    if (between) {
+      launch_finish<T>(context, f, a.parts, coefficients.data());
+      a.parts.slabs = 0;
+    }
+    launch_kernel(p.second<Moments>(3, own || between), "normalizing",
+                  normalize_kernel<T, planar(), residual()>, p.cut, a);
+  });
+}
+
+void two_pass_run(const Context& context, const BatchNormActBackward& call) {
+  const BackwardChannels b = channels_of(call);
+  const BackwardNeeds needs = needs_of(call);
+  const Passes p(context, call.x, call.blanked);
+  const bool between = needs.sums && !(needs.images && p.combines());
+  const std::int64_t all = between ? b.streams * b.channels : 0;
+  const PartMemory<float> memory(context, b.streams, needs.sums ? p.cut.slabs : 0, b.channels);
+  const Scratch<Coefficients<float>> coefficients(context, all);
+  const Scratch<Corrections<float>> corrections(context, all);
+  GradientArguments a{.dy = call.dy.data,
+                      .x = call.x.data,
+                      .residual = call.residual.data,
+                      .passes = static_cast<const unsigned char*>(call.passes.data),
+                      .dx = call.dx.data,
+                      .dresidual = call.dresidual.data,
+                      .channels = b,
+                      .parts = memory.gradients(),
+                      .corrections = corrections.data(),
+                      .activation = call.activation,
+                      .streaming = p.streaming};
+  // Bits stand for the residual.
+  const bool reads_residual = call.residual.defined() && !call.passes.defined();
+  dispatch(call.x, reads_residual, [&]<typename T>(T, auto planar, auto residual) {
+    if (needs.sums) {
+      launch_kernel(p.first(3), "summing gradients", gradient_sums_kernel<T, planar(), residual()>,
+                    p.cut, a, a.parts);
+    }
+    if (between) {
+      launch_finish<T>(context, b, a.parts, coefficients.data(), corrections.data());
+      a.parts.slabs = 0;
+    }
+    if (!needs.images) return;
+    launch_kernel(p.second<GradientSums<float>>(5, needs.sums), "computing gradients",
+                  gradients_kernel<T, planar(), residual()>, p.cut, a);
+  });
+}
+
+}  // namespace fusewise::cuda

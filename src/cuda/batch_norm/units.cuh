@@ -1,0 +1,230 @@
+#pragma once
+
+// What the kernels with 16-byte accesses do with each vector, forward and backward.
+
+#include "cuda/batch_norm/activation.cuh"
+#include "cuda/batch_norm/packed.cuh"
+#include "cuda/batch_norm/tile.cuh"
+
+namespace fusewise::cuda {
+
+// ---- Forward.
+
+/// A value near the mean of each channel of a block, so that the squares of the differences from it
+/// do not cancel: the mean of a few values.
+template <typename T, bool kPlanar>
+__device__ __forceinline__ void fill_shifts(const Tile<T, kPlanar>& tile, const T* x,
+                                            const Table<T, kPlanar>& shifts) {
+  constexpr int kVector = Vector<T>::kSize;
+  const Cut& cut = tile.cut;
+  if (threadIdx.x >= tile.lanes) return;
+  const unsigned from = tile.first_present();
+  // Pixels of one sample, so none of them is blanked.
+  const int sample_left =
+      static_cast<int>((cut.sample_units.quotient(from) + 1) * cut.sample_units.value() - from);
+  constexpr int kMost = kPlanar ? 1 : 4;
+  const int count = min(kMost, min(static_cast<int>(tile.end - from), sample_left));
+  Vector<T> few[kMost];
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {  // all in flight at once
+    if (i < count) few[i] = load_vector(x + tile.offset(from + i));
+  }
+  float sums[kVector] = {};
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) sums[k] += i < count ? few[i][k] : 0.0f;
+  }
+  if constexpr (kPlanar) {
+#pragma unroll
+    for (int k = 1; k < kVector; ++k) sums[0] += sums[k];
+    shifts.at(0, 0) = sums[0] / kVector;
+  } else {
+    const float each = 1.0f / static_cast<float>(max(count, 1));
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) shifts.at(0, tile.lane * kVector + k) = sums[k] * each;
+  }
+}
+
+/// Adds a vector, shifted.
+template <typename T, int kVector>
+__device__ __forceinline__ void add_moments(const Packed<T>& packed, const float (&shift)[kVector],
+                                            float (&sum)[kVector], float (&squares)[kVector]) {
+  float values[kVector];
+  packed.unpack(values);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    const float d = values[k] - shift[k];
+    sum[k] += d;
+    squares[k] = fmaf(d, d, squares[k]);
+  }
+}
+
+struct NormalizeArguments {
+  const void *x, *residual;
+  void* y;
+  unsigned char* passes;
+  ForwardChannels channels;
+  MomentParts<float> parts;                 // combined here if there are any
+  const Coefficients<float>* coefficients;  // else these, or the running statistics if null
+  Activation activation;
+  bool streaming;  // y does not stay in L2
+};
+
+/// Computes and stores y and the bits of a unit.
+template <bool kResidual, typename T, bool kPlanar>
+__device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
+                                                 const Tile<T, kPlanar>& tile,
+                                                 const Table<T, kPlanar>& table, unsigned unit,
+                                                 const Packed<T>& x, const Packed<T>& residual) {
+  constexpr int kVector = Vector<T>::kSize;
+  const Index at = tile.offset(unit);
+  float v[kVector], mean[kVector], scale[kVector], shift[kVector];
+  x.unpack(v);
+  table.get(kMean, tile.lane, mean);
+  table.get(kScale, tile.lane, scale);
+  table.get(kShift, tile.lane, shift);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    v[k] = Coefficients<float>{mean[k], scale[k], shift[k], 0}(v[k]);
+  }
+  if constexpr (kResidual) {
+    float other[kVector];
+    residual.unpack(other);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) v[k] += other[k];
+  }
+  const bool blank = tile.is_blank(unit);
+  if (kResidual && a.passes != nullptr) {
+    unsigned bits = blank ? 0 : passing(a.activation, v);
+    if constexpr (kVector == 4) {  // two neighbouring lanes share a byte
+      bits |= __shfl_xor_sync(3u << (threadIdx.x & 30), bits, 1) << 4;
+    }
+    if (kVector == 8 || threadIdx.x % 2 == 0) {
+      a.passes[at / 8] = static_cast<unsigned char>(bits);
+    }
+  }
+  activate_all<T>(a.activation, v);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) v[k] = blank ? 0.0f : v[k];
+  Packed<T> y;
+  y.pack(v);
+  y.store(static_cast<T*>(a.y) + at, a.streaming);
+}
+
+// ---- Backward.
+
+struct GradientArguments {
+  const void *dy, *x, *residual;
+  const unsigned char* passes;
+  void *dx, *dresidual;
+  BackwardChannels channels;
+  GradientParts<float> parts;             // the second pass: combined here if there are any
+  const Corrections<float>* corrections;  // else these, the group's if null, none without a group
+  Activation activation;
+  bool streaming;
+};
+
+/// The vectors of a unit that dv depends on.
+template <typename T, bool kResidual>
+struct GradientVectors {
+  static constexpr int kVector = Vector<T>::kSize;
+  Packed<T> dy, x, residual;  // the residual only if kResidual
+  unsigned bits;
+
+  __device__ __forceinline__ void load(const GradientArguments& a, Index at) {
+    dy.load(static_cast<const T*>(a.dy) + at);
+    x.load(static_cast<const T*>(a.x) + at);
+    if constexpr (kResidual) residual.load(static_cast<const T*>(a.residual) + at);
+    if (!kResidual && a.passes != nullptr) bits = a.passes[at / 8] >> at % 8;
+  }
+
+  /// dv, and x without its mean.
+  template <bool kPlanar>
+  __device__ __forceinline__ void gradient(const GradientArguments& a,
+                                           const Table<T, kPlanar>& table, int lane,
+                                           float (&d)[kVector], float (&centred)[kVector]) const {
+    float mean[kVector];
+    dy.unpack(d);
+    x.unpack(centred);
+    table.get(kMean, lane, mean);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) centred[k] -= mean[k];
+    if (!kResidual && a.passes != nullptr) return keep_passing(bits, d);
+    if (a.activation == Activation::identity) return;
+    float scale[kVector], v[kVector];
+    table.get(kScale, lane, scale);
+    table.get(kShift, lane, v);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) v[k] = fmaf(centred[k], scale[k], v[k]);
+    if constexpr (kResidual) {
+      residual.unpack(mean);
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) v[k] += mean[k];
+    }
+    differentiate_all<T>(a.activation, v, d);
+  }
+};
+
+template <typename T, bool kPlanar>
+__device__ __forceinline__ float fill_saved(const Tile<T, kPlanar>& tile,
+                                            const Table<T, kPlanar>& table,
+                                            const BackwardChannels& channels, int k) {
+  const Coefficients<float> saved = saved_coefficients<T>(channels, tile.channel(k));
+  table.at(kMean, k) = saved.mean;
+  table.at(kScale, k) = saved.scale;
+  table.at(kShift, k) = saved.shift;
+  return saved.inverse;
+}
+
+/// Adds dv and dv * (x - mean) of a vector.
+template <typename T, bool kPlanar, bool kResidual, int kVector>
+__device__ __forceinline__ void add_gradients(const GradientArguments& a,
+                                              const Table<T, kPlanar>& table, int lane,
+                                              const GradientVectors<T, kResidual>& vectors,
+                                              float (&sum)[kVector], float (&products)[kVector]) {
+  float d[kVector], centred[kVector];
+  vectors.gradient(a, table, lane, d, centred);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    sum[k] += d[k];
+    products[k] = fmaf(d[k], centred[k], products[k]);
+  }
+}
+
+/// Computes and stores dx and dresidual of a unit.
+template <typename T, bool kPlanar, bool kResidual>
+__device__ __forceinline__ void write_gradients(const GradientArguments& a,
+                                                const Tile<T, kPlanar>& tile,
+                                                const Table<T, kPlanar>& table, unsigned unit,
+                                                const GradientVectors<T, kResidual>& vectors) {
+  constexpr int kVector = Vector<T>::kSize;
+  const Index at = tile.offset(unit);
+  float d[kVector], centred[kVector];
+  vectors.gradient(a, table, tile.lane, d, centred);
+  const bool blank = tile.is_blank(unit);
+  const auto store = [&](void* to) {
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) d[k] = blank ? 0.0f : d[k];
+    Packed<T> out;
+    out.pack(d);
+    out.store(static_cast<T*>(to) + at, a.streaming);
+  };
+  if (a.dresidual != nullptr) store(a.dresidual);
+  if (a.dx == nullptr) return;
+  float row[kVector];
+  if (a.channels.training) {
+    table.get(kOffset, tile.lane, row);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) d[k] -= row[k];
+    table.get(kSlope, tile.lane, row);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) d[k] = fmaf(-centred[k], row[k], d[k]);
+  }
+  table.get(kScale, tile.lane, row);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) d[k] *= row[k];
+  store(a.dx);
+}
+
+}  // namespace fusewise::cuda

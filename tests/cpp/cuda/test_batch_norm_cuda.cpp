@@ -1,0 +1,297 @@
+// BatchNorm + activation on the GPU: every type, layout, size and choice of a call, with every
+// implementation that takes it. Tests named Short* are small enough for compute-sanitizer and reach
+// every kernel between them.
+
+#include "batch_norm_gpu.h"
+
+namespace fusewise::testing {
+namespace {
+
+TEST_F(CudaBatchNorm, ShortEveryTypeAndActivation) {
+  for (const Types types : kTypes) {
+    for (const Activation activation : kBatchNormActivations) {
+      for (const bool residual : {false, true}) {
+        for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+          const Case is{.data = types.data,
+                        .weights = types.weights,
+                        .layout = layout,
+                        .other = layout,
+                        .activation = activation,
+                        .residual = residual};
+          if (types.data == DType::f64) {
+            expect_case(is);
+          } else {
+            expect_all(is);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, ShortClusters) {
+  if (cuda::limits_of(kGpu).capability < 90) GTEST_SKIP() << "clusters need capability 9.0";
+  struct Sizes {
+    Index s, n, c, h, w;
+  };
+  // One block and several, slabs of different sizes, few and many vectors per thread.
+  for (const Sizes& z : {Sizes{0, 2, 8, 3, 3},
+                         {0, 3, 64, 9, 7},
+                         {0, 2, 24, 40, 41},
+                         {2, 5, 48, 11, 13},
+                         {0, 4, 512, 7, 7},
+                         {0, 16, 16, 14, 14}}) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      for (const bool residual : {false, true}) {
+        const std::set<std::string> ran = expect_case({.s = z.s,
+                                                       .n = z.n,
+                                                       .c = z.c,
+                                                       .h = z.h,
+                                                       .w = z.w,
+                                                       .data = dtype,
+                                                       .residual = residual,
+                                                       .blanked = z.s > 0});
+        EXPECT_TRUE(ran.contains("forward cluster"));
+        EXPECT_TRUE(ran.contains("backward cluster"));
+      }
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, EveryLayout) {
+  for (const Layout layout : kLayouts) {
+    for (const Layout other : kLayouts) {
+      for (const Index channels : {1, 5, 16}) {
+        for (const bool residual : {false, true}) {
+          expect_case({.c = channels,
+                       .h = 4,
+                       .w = 6,
+                       .data = DType::f16,
+                       .layout = layout,
+                       .other = other,
+                       .residual = residual});
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, EverySize) {
+  struct Sizes {
+    Index n, c, h, w;
+  };
+  const Sizes all[] = {{2, 1, 1, 1},    {3, 65, 1, 1},   {2, 64, 1, 1},   {3, 3, 9, 11},
+                       {1, 24, 31, 30}, {2, 144, 9, 7},  {5, 272, 3, 2},  {9, 336, 5, 4},
+                       {2, 1000, 4, 2}, {40, 8, 16, 16}, {3, 600, 2, 4},  {2, 2048, 7, 7},
+                       {1, 96, 64, 65}, {2, 16, 61, 48}, {1, 4, 128, 96}, {130, 40, 8, 8}};
+  for (const Types types : kTypes) {
+    for (const Sizes& s : all) {
+      for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+        expect_case({.n = s.n,
+                     .c = s.c,
+                     .h = s.h,
+                     .w = s.w,
+                     .data = types.data,
+                     .weights = types.weights,
+                     .layout = layout,
+                     .other = layout});
+      }
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, Streams) {
+  for (const Types types : kTypes) {
+    for (const Layout layout : {Layout::nchw, Layout::channels_last, Layout::transposed}) {
+      for (const bool blanked : {false, true}) {
+        expect_case({.s = 3,
+                     .n = 4,
+                     .c = 24,
+                     .h = 6,
+                     .w = 4,
+                     .data = types.data,
+                     .weights = types.weights,
+                     .layout = layout,
+                     .other = layout,
+                     .activation = Activation::silu,
+                     .blanked = blanked});
+      }
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, Blanked) {
+  for (const DType dtype : {DType::f32, DType::f16}) {
+    for (const Activation activation : kBatchNormActivations) {
+      for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+        for (const bool residual : {false, true}) {
+          expect_all({.n = 7,
+                      .data = dtype,
+                      .weights = dtype,
+                      .layout = layout,
+                      .other = layout,
+                      .activation = activation,
+                      .residual = residual,
+                      .blanked = true});
+        }
+        expect_all({.n = 1,
+                    .data = dtype,
+                    .weights = dtype,
+                    .layout = layout,
+                    .other = layout,
+                    .activation = activation,
+                    .blanked = true});  // nothing is left
+      }
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, EverySourceOfStatistics) {
+  for (const Types types : kTypes) {
+    for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+      Case is{.s = 2,
+              .data = types.data,
+              .weights = types.weights,
+              .layout = layout,
+              .other = layout,
+              .residual = true};
+      expect_case(is);
+      is.momentum = -1;
+      expect_case(is);
+      is.group = true;
+      expect_case(is);
+      is.running = false;
+      expect_case(is);
+      is.group = false;
+      expect_case(is);
+      is.training = false;
+      expect_case(is);
+      is.running = true;
+      expect_case(is);
+      is.affine = false;
+      expect_case(is);
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, LargeMeansDoNotCancel) {
+  for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+    Case is{.n = 8,
+            .c = 64,
+            .h = 24,
+            .w = 20,
+            .layout = layout,
+            .other = layout,
+            .mean = 1e4,
+            .deviation = 1e-2};
+    expect_all(is);
+    is.blanked = true;  // the first sample too
+    expect_all(is);
+    is = {.n = 8,
+          .c = 64,
+          .h = 24,
+          .w = 20,
+          .data = DType::f16,
+          .layout = layout,
+          .other = layout,
+          .mean = 1000,
+          .deviation = 1};
+    expect_all(is);
+  }
+}
+
+TEST_F(CudaBatchNorm, EmptyBatch) {
+  for (const Types types : kTypes) {
+    for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+      expect_case({.n = 0,
+                   .data = types.data,
+                   .weights = types.weights,
+                   .layout = layout,
+                   .other = layout,
+                   .residual = true});
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, OneValuePerChannelInInference) {
+  for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+    expect_case(
+        {.n = 1, .c = 8, .h = 1, .w = 1, .layout = layout, .other = layout, .training = false});
+  }
+}
+
+TEST_F(CudaBatchNorm, OnlyTheWantedGradients) {
+  for (const char* name : {"two_pass", "general"}) {
+    for (const bool training : {false, true}) {
+      Problem p = make({.data = DType::f16, .residual = true, .training = training});
+      save(p, forward_reference(p));
+      const ExpectedGradients expected = backward_reference(p);
+      for (Tensor Problem::* only :
+           {&Problem::dx, &Problem::dresidual, &Problem::dweight, &Problem::dbias}) {
+        Problem some = p;
+        for (Tensor Problem::* other :
+             {&Problem::dx, &Problem::dresidual, &Problem::dweight, &Problem::dbias}) {
+          if (other != only) some.*other = {};
+        }
+        expect_backward(name, some, expected);
+      }
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, RerunsAreBitIdentical) {
+  for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+    for (const char* name : kEntries) {
+      Problem first = make({.n = 40,
+                            .c = 64,
+                            .h = 16,
+                            .w = 16,
+                            .data = DType::f16,
+                            .layout = layout,
+                            .other = layout});
+      if (!takes(name, OnGpu(first).forward()) || !takes(name, OnGpu(first).backward())) continue;
+      Problem second = first;
+      for (Problem* p : {&first, &second}) {
+        OnGpu gpu(*p);
+        run(name, gpu.forward());
+        run(name, gpu.backward());
+        gpu.fetch();
+      }
+      const auto a = first.all(), b = second.all();
+      for (std::size_t i = 0; i < a.size(); ++i) EXPECT_EQ(a[i]->memory(), b[i]->memory()) << i;
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, CapturedInAGraph) {
+  for (const char* name : kEntries) {
+    Problem p = make({.data = DType::f16, .residual = true});
+    const Expected expected = forward_reference(p);
+    OnGpu gpu(p);
+    cudaStream_t stream = nullptr;
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    BatchNormActForward forward = gpu.forward();
+    BatchNormActBackward backward = gpu.backward();
+    forward.implementation = backward.implementation = name;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    batch_norm_act(on_gpu(stream), forward);
+    batch_norm_act(on_gpu(stream), backward);
+    check(cudaStreamEndCapture(stream, &graph));
+    check(cudaGraphInstantiate(&ready, graph, 0));
+    for (int i = 0; i < 3; ++i) check(cudaGraphLaunch(ready, stream));
+    check(cudaStreamSynchronize(stream));
+    gpu.fetch();
+    expect_close(p.y, expected.y, "y");
+    Index calls = 0;
+    std::memcpy(&calls, Problem::bytes(p.tracked), sizeof(calls));
+    EXPECT_EQ(calls, 6);
+    check(cudaGraphExecDestroy(ready));
+    check(cudaGraphDestroy(graph));
+    check(cudaStreamDestroy(stream));
+  }
+}
+
+}  // namespace
+}  // namespace fusewise::testing
