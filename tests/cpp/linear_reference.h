@@ -59,7 +59,8 @@ inline double linear_activate(Activation kind, double z) {
       return z * 0.5 * (1 + std::tanh(std::sqrt(2 / M_PI) * (z + 0.044715 * z * z * z)));
     case Activation::silu:
       return z / (1 + std::exp(-z));
-    case Activation::hardswish:  // not of linear maps
+    case Activation::relu6:
+    case Activation::hardswish:  // neither is of linear maps
       break;
   }
   return 0;
@@ -87,7 +88,8 @@ inline Bounded linear_slope(Activation kind, double z) {
       const double s = 1 / (1 + std::exp(-z));
       return {s * (1 + z * (1 - s)), s * (1 + std::fabs(z))};
     }
-    case Activation::hardswish:  // not of linear maps
+    case Activation::relu6:
+    case Activation::hardswish:  // neither is of linear maps
       break;
   }
   return {};
