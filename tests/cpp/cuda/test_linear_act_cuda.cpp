@@ -404,7 +404,7 @@ TEST_F(CudaLinearAct, BadArgumentsAreNamed) {
   EXPECT_EQ(message(bad), "w: expected a tensor on cuda:0, got one on cpu");
   bad = gpu.forward();
   bad.x.strides = {10, 2};
-  EXPECT_EQ(message(bad), "x: expected adjacent rows or columns");
+  EXPECT_EQ(message(bad), "x: expected contiguous rows or columns, got strides [10, 2]");
   bad = gpu.forward();
   bad.activation = Activation::gelu;
   EXPECT_EQ(message(bad).substr(0, 5), "kept:");
