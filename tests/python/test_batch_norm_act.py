@@ -217,7 +217,7 @@ MISTAKES = {
     "residual: expected x's shape [2, 3, 4, 4], got [2, 3, 4, 5]": lambda: call(
         residual=torch.zeros(2, 3, 4, 5)
     ),
-    "residual: expected dtype float32 as x, got float64": lambda: call(
+    "residual: expected x's dtype float32, got float64": lambda: call(
         residual=torch.zeros(2, 3, 4, 4, dtype=torch.float64)
     ),
     "blanked: expected dtype bool, got float32": lambda: call(blanked=torch.zeros(2)),
@@ -225,7 +225,7 @@ MISTAKES = {
     "num_batches_tracked: expected dtype int64, got int32": lambda: call(
         num_batches_tracked=torch.zeros((), dtype=torch.int32)
     ),
-    "running_mean: expected dtype float32 as x, got float16": lambda: call(
+    "running_mean: expected x's dtype float32, got float16": lambda: call(
         mean=torch.zeros(3, dtype=torch.float16)
     ),
 }
