@@ -380,6 +380,7 @@ class OperatorBinding {
       if (result.copy.has_value()) copies.emplace_back(results.size(), *std::move(result.copy));
       results.push_back(std::move(result.tensor));
     }
+    if (kOperator.check_backward != nullptr) kOperator.check_backward(torch_call.call);
     run_checked(kOperator, context.get(), torch_call.call);
     for (const auto& [place, copy] : copies) binding::copy(copy, results[place]);
     stack[0] = list_of(std::move(results));

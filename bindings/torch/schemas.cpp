@@ -25,6 +25,7 @@ STABLE_TORCH_LIBRARY(fusewise, m) {
   m.def("_operators() -> str");
 #define FUSEWISE_DEFINE(name, Name) define<k##Name>(m)
   FUSEWISE_EACH_OPERATOR(FUSEWISE_DEFINE)
+  m.def(OperatorBinding<kBatchNormStatistics>::schema("").c_str());
   m.def(
       "_mlp(Tensor x, Tensor[] weights, Tensor[] biases, str activation, str final_activation, "
       "bool save, bool tf32, bool reduced_sums, bool tune, str implementation) -> "

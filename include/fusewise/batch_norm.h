@@ -36,7 +36,8 @@ struct BatchNormActForward {
   TensorView blanked;   ///< in, bool, [N], may be absent: no sample is blanked
 
   /// in, [3, C] or [S, 3, C], may be absent, statistics' type. For training where x is a part of
-  /// what several processes have: the number of all values, their mean and biased variance.
+  /// what several processes have: the number of all values, their mean and biased variance. Each
+  /// process gets its part of it from `batch_norm_statistics`.
   TensorView group;
 
   /// in, and for training also out: [C], both or none. If absent, x's own statistics are used, in
@@ -82,14 +83,16 @@ struct BatchNormActBackward {
   TensorView x;                  ///< in, as in forward
   TensorView weight;             ///< in, may be absent
   TensorView bias;               ///< in, may be absent
-  TensorView residual;           ///< in, read for silu and hardswish
+  TensorView residual;           ///< in, read for silu and hardswish, which need it
   TensorView blanked;            ///< in, may be absent
   TensorView mean;               ///< in, from forward
   TensorView inverse_deviation;  ///< in, from forward
-  TensorView passes;             ///< in, from forward
+  /// in, from forward. relu and relu6 need it if forward had a residual. Without it, they take
+  /// their decisions again from x alone.
+  TensorView passes;
 
-  /// in, [3, C] or [S, 3, C], may be absent, statistics' type. The number of values, dbias and
-  /// dweight of all processes.
+  /// in, [3, C] or [S, 3, C], may be absent, statistics' type. The sums of `dgroup` over all
+  /// processes.
   TensorView group;
 
   Activation activation = Activation::relu;
@@ -102,11 +105,29 @@ struct BatchNormActBackward {
   TensorView dweight;
   TensorView dbias;
   TensorView dresidual;
+  /// [3, C] or [S, 3, C], statistics' type: the number of values, dbias and dweight of x alone. The
+  /// part of this process in `group`.
+  TensorView dgroup;
 
   std::string_view implementation = {};
 };
 
 void batch_norm_act(const Context& context, const BatchNormActBackward& call);
 Candidates explain(const Context& context, const BatchNormActBackward& call);
+
+/// The statistics of x alone. Several processes combine theirs into forward's `group`.
+struct BatchNormStatistics {
+  TensorView x;        ///< in, as in forward
+  TensorView blanked;  ///< in, may be absent
+
+  /// out, [3, C] or [S, 3, C], statistics' type: the number of values, their mean and biased
+  /// variance, which are 0 where there are no values.
+  TensorView statistics;
+
+  std::string_view implementation = {};
+};
+
+void batch_norm_statistics(const Context& context, const BatchNormStatistics& call);
+Candidates explain(const Context& context, const BatchNormStatistics& call);
 
 }  // namespace fusewise

@@ -37,7 +37,8 @@ constexpr auto kTensors = std::to_array<OperatorTensor<F, B>>({
      at<&B::blanked>},
     {{"group", Role::optional_input, "S? 3 C", Type::statistics, Layout::dense},
      at<&F::group>,
-     at<&B::group>},
+     at<&B::group>,
+     at<&B::dgroup>},
     {{"y", Role::output, "x", Type::data, Layout::any}, at<&F::y>, nullptr, at<&B::dy>},
     {{"mean", Role::saved, "S? C", Type::statistics, Layout::dense}, at<&F::mean>, at<&B::mean>},
     {{"inverse_deviation", Role::saved, "S? C", Type::statistics, Layout::dense},
@@ -71,6 +72,25 @@ void check_more(const F& call) {
         "num_batches_tracked: expected a tensor where momentum is None, got none");
 }
 
+/// Forward had a residual if its gradient is wanted. Then x alone does not determine v.
+void check_backward(const B& call) {
+  if (!call.dresidual.defined() || call.activation == Activation::identity) return;
+  if (call.activation == Activation::relu || call.activation == Activation::relu6) {
+    check(call.passes.defined(), "passes: is missing, which forward saves if it has a residual");
+  } else {
+    check(call.residual.defined(), "residual: expected forward's, whose gradient is wanted");
+  }
+}
+
+using S = BatchNormStatistics;
+
+constexpr auto kStatisticsTensors = std::to_array<OperatorTensor<S, NoBackward>>({
+    {{"x", Role::input, "S? N C H W", Type::data, Layout::any}, at<&S::x>},
+    {{"blanked", Role::optional_input, "S? N", Type::flags, Layout::dense}, at<&S::blanked>},
+    {{"statistics", Role::output, "S? 3 C", Type::statistics, Layout::dense}, at<&S::statistics>},
+});
+constexpr auto kStatisticsRules = rules_of(kStatisticsTensors);
+
 }  // namespace
 
 constexpr Operator<F, B> kBatchNormAct{
@@ -85,10 +105,18 @@ constexpr Operator<F, B> kBatchNormAct{
     .flags = kFlags,
     .numbers = kNumbers,
     .check_more = check_more,
+    .check_backward = check_backward,
     .forward_on_cpu = cpu::batch_norm_act_forward,
     .forward_on_cuda = cuda::batch_norm_act_forward,
     .backward_on_cpu = cpu::batch_norm_act_backward,
     .backward_on_cuda = cuda::batch_norm_act_backward,
+};
+
+constexpr Operator<S, NoBackward> kBatchNormStatistics{
+    .rules = {.name = "batch_norm_statistics", .tensors = kStatisticsRules, .positive = "SCHW"},
+    .tensors = kStatisticsTensors,
+    .forward_on_cpu = cpu::batch_norm_statistics,
+    .forward_on_cuda = cuda::batch_norm_statistics,
 };
 
 void batch_norm_act(const Context& context, const BatchNormActForward& call) {
@@ -102,6 +130,12 @@ Candidates explain(const Context& context, const BatchNormActForward& call) {
 }
 Candidates explain(const Context& context, const BatchNormActBackward& call) {
   return explain(kBatchNormAct, context, call);
+}
+void batch_norm_statistics(const Context& context, const BatchNormStatistics& call) {
+  run(kBatchNormStatistics, context, call);
+}
+Candidates explain(const Context& context, const BatchNormStatistics& call) {
+  return explain(kBatchNormStatistics, context, call);
 }
 
 }  // namespace fusewise

@@ -21,5 +21,6 @@ CurrentDevice::~CurrentDevice() = default;
   Implementations<Name##Forward> name##_forward() { refuse(); } \
   Implementations<Name##Backward> name##_backward() { refuse(); }
 FUSEWISE_EACH_OPERATOR(FUSEWISE_REFUSE)
+Implementations<BatchNormStatistics> batch_norm_statistics() { refuse(); }
 
 }  // namespace fusewise::cuda

@@ -90,6 +90,9 @@ struct OperatorFlag {
 template <typename Forward>
 using OperatorNumber = double& (*)(Forward&);
 
+/// The Backward of an operator that has none.
+struct NoBackward {};
+
 template <typename ForwardCall, typename BackwardCall>
 struct Operator {
   using Forward = ForwardCall;
@@ -102,10 +105,11 @@ struct Operator {
   std::span<const OperatorNumber<Forward>> numbers = {};            ///< in the rules' order
   /// Throws Error if forward breaks a rule that the table does not have. Null: there is none.
   void (*check_more)(const Forward&) = nullptr;
+  void (*check_backward)(const Backward&) = nullptr;  ///< the same for backward
   Implementations<Forward> (*forward_on_cpu)();
   Implementations<Forward> (*forward_on_cuda)();
-  Implementations<Backward> (*backward_on_cpu)();
-  Implementations<Backward> (*backward_on_cuda)();
+  Implementations<Backward> (*backward_on_cpu)() = nullptr;
+  Implementations<Backward> (*backward_on_cuda)() = nullptr;
 
   Implementations<Forward> list(Device device, const Forward&) const {
     return device.type == DeviceType::cpu ? forward_on_cpu() : forward_on_cuda();
@@ -220,6 +224,8 @@ void check_call(const Operator<F, B>& op, Device device, const Call& call) {
   check_tensors(op.rules, GivenTensors(op, call), device);
   if constexpr (std::is_same_v<Call, F>) {
     if (op.check_more != nullptr) op.check_more(call);
+  } else {
+    if (op.check_backward != nullptr) op.check_backward(call);
   }
 }
 

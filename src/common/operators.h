@@ -22,6 +22,8 @@ namespace fusewise {
 #define FUSEWISE_DECLARE(name, Name) extern const Operator<Name##Forward, Name##Backward> k##Name
 FUSEWISE_EACH_OPERATOR(FUSEWISE_DECLARE)
 #undef FUSEWISE_DECLARE
+/// Beside the list, because it has no backward and is only called between collectives.
+extern const Operator<BatchNormStatistics, NoBackward> kBatchNormStatistics;
 
 #define FUSEWISE_DECLARE(name, Name)               \
   Implementations<Name##Forward> name##_forward(); \
@@ -29,11 +31,13 @@ FUSEWISE_EACH_OPERATOR(FUSEWISE_DECLARE)
 
 namespace cpu {
 FUSEWISE_EACH_OPERATOR(FUSEWISE_DECLARE)
-}
+Implementations<BatchNormStatistics> batch_norm_statistics();
+}  // namespace cpu
 /// Defined in src/cuda, or in no_cuda.cpp for a build without CUDA.
 namespace cuda {
 FUSEWISE_EACH_OPERATOR(FUSEWISE_DECLARE)
-}
+Implementations<BatchNormStatistics> batch_norm_statistics();
+}  // namespace cuda
 #undef FUSEWISE_DECLARE
 
 }  // namespace fusewise

@@ -103,26 +103,40 @@ Rows<const T> readable(Rows<T> rows) {
   return {rows.data, rows.stride};
 }
 
-/// Number, and the two other values, of a channel in a `group` tensor.
+/// The number of values of a channel, and two values about them: a column of a [3, C] tensor.
 template <typename A>
-struct Group {
-  A count, first, second;
-  Group(const TensorView& t, Index channels, Index stream, Index channel) {
-    const A* from = static_cast<const A*>(t.data) + 3 * stream * channels + channel;
-    count = from[0], first = from[channels], second = from[2 * channels];
+class Group {
+ public:
+  Group(const TensorView& t, Index channels, Index stream, Index channel)
+      : at_(static_cast<A*>(t.data) + 3 * stream * channels + channel), channels_(channels) {}
+
+  void load(double& count, double& first, double& second) const {
+    count = at_[0], first = at_[channels_], second = at_[2 * channels_];
   }
+  void store(double count, double first, double second) const {
+    at_[0] = static_cast<A>(count);
+    at_[channels_] = static_cast<A>(first);
+    at_[2 * channels_] = static_cast<A>(second);
+  }
+
+ private:
+  A* at_;
+  Index channels_;
 };
 
 // Forward. ---------------------------------------------------------------------------------------
 
+/// `statistics` of x may be wanted too. Without y, nothing else is computed.
 template <typename T, typename W>
 class Forward {
   using A = AccumulatorOf<T>;
 
  public:
   Forward(const Context& context, const BatchNormActForward& call,
-          const BatchNormKernels<T>& kernels, const BatchNormKernels<W>& weights)
+          const BatchNormKernels<T>& kernels, const BatchNormKernels<W>& weights,
+          const TensorView& statistics = {})
       : call_(call),
+        statistics_(statistics),
         kernels_(kernels),
         geometry_({&call.x, &call.residual, &call.y}, call.blanked.defined()),
         own_(call.training || !call.running_mean.defined()),
@@ -200,10 +214,12 @@ class Forward {
       const Index c = first + i, at = stream * geometry_.channels + c;
       double count = own, mean = 0, variance = 0;
       if (count > 0) mean = base(at) + sums.first[i] / count, variance = sums.second[i] / count;
+      if (statistics_.defined()) {
+        Group<A>(statistics_, geometry_.channels, stream, c).store(count, mean, variance);
+      }
 
       if (call_.group.defined() && own_) {
-        const Group<A> group(call_.group, geometry_.channels, stream, c);
-        count = group.count, mean = group.first, variance = group.second;
+        Group<A>(call_.group, geometry_.channels, stream, c).load(count, mean, variance);
       } else if (!own_) {
         mean = running_mean_[at], variance = running_var_[at];
       }
@@ -224,6 +240,7 @@ class Forward {
   }
 
   void apply(Index worker, const Piece& piece) const {
+    if (!y_.defined()) return;
     const bool blank = blanked_(piece);
     if (!blank) x_.gather(worker, piece), residual_.gather(worker, piece);
     geometry_.each_matrix(piece, [&](const BatchNormShape& shape, Index offset) {
@@ -263,6 +280,7 @@ class Forward {
   }
 
   const BatchNormActForward& call_;
+  const TensorView& statistics_;
   const BatchNormKernels<T>& kernels_;
   const Geometry geometry_;
   const bool own_;  // whether the statistics are those of this call
@@ -358,9 +376,11 @@ class Backward {
       double dweight = sums.second[i] * inverse;
       if (dweight_.defined()) dweight_[at] = static_cast<A>(dweight);
       if (dbias_.defined()) dbias_[at] = static_cast<A>(dbias);
+      if (call_.dgroup.defined()) {
+        Group<A>(call_.dgroup, geometry_.channels, stream, c).store(count, dbias, dweight);
+      }
       if (call_.group.defined()) {
-        const Group<A> group(call_.group, geometry_.channels, stream, c);
-        count = group.count, dbias = group.first, dweight = group.second;
+        Group<A>(call_.group, geometry_.channels, stream, c).load(count, dbias, dweight);
       }
       const double scale = inverse * weight_.get(at, 1);
       slope_.set(stream, c, static_cast<A>(-scale * inverse * dweight / count));
@@ -388,7 +408,7 @@ class Backward {
  private:
   static bool wants_sums(const BatchNormActBackward& call) {
     const bool for_dx = call.dx.defined() && call.training && !call.group.defined();
-    return call.dweight.defined() || call.dbias.defined() || for_dx;
+    return call.dweight.defined() || call.dbias.defined() || call.dgroup.defined() || for_dx;
   }
   static A value(const TensorView& t, Index i) { return static_cast<const A*>(t.data)[i]; }
 
@@ -421,28 +441,28 @@ class Backward {
 
 // The list of implementations. -------------------------------------------------------------------
 
-template <template <typename, typename> class Operation, typename Call>
-void run(const BatchNormKernelSet& kernels, const Context& context, const Call& call,
-         DType weights) {
+template <template <typename, typename> class Operation, typename Call, typename... More>
+void run(const BatchNormKernelSet& kernels, const Context& context, const Call& call, DType weights,
+         const More&... more) {
   const bool same = weights == call.x.dtype;
   switch (call.x.dtype) {
     case DType::f32:
-      Operation<float, float>(context, call, kernels.f32, kernels.f32);
+      Operation<float, float>(context, call, kernels.f32, kernels.f32, more...);
       return;
     case DType::f64:
-      Operation<double, double>(context, call, kernels.f64, kernels.f64);
+      Operation<double, double>(context, call, kernels.f64, kernels.f64, more...);
       return;
     case DType::f16:
       if (same)
-        Operation<F16, F16>(context, call, kernels.f16, kernels.f16);
+        Operation<F16, F16>(context, call, kernels.f16, kernels.f16, more...);
       else
-        Operation<F16, float>(context, call, kernels.f16, kernels.f32);
+        Operation<F16, float>(context, call, kernels.f16, kernels.f32, more...);
       return;
     case DType::bf16:
       if (same)
-        Operation<BF16, BF16>(context, call, kernels.bf16, kernels.bf16);
+        Operation<BF16, BF16>(context, call, kernels.bf16, kernels.bf16, more...);
       else
-        Operation<BF16, float>(context, call, kernels.bf16, kernels.f32);
+        Operation<BF16, float>(context, call, kernels.bf16, kernels.f32, more...);
       return;
     case DType::u8:
     case DType::b8:
@@ -471,6 +491,15 @@ void backward(const Context& context, const BatchNormActBackward& call) {
   run<Backward>(kKernels, context, call, weights);
 }
 
+template <const BatchNormKernelSet& kKernels>
+void statistics(const Context& context, const BatchNormStatistics& call) {
+  BatchNormActForward forward;
+  forward.x = call.x;
+  forward.blanked = call.blanked;
+  forward.training = true;
+  run<Forward>(kKernels, context, forward, call.x.dtype, call.statistics);
+}
+
 constexpr Implementation<BatchNormActForward> kForward[] = {
     {"avx512", needs_avx512, forward<avx512::batch_norm_kernels>},
     {"avx2", needs_avx2, forward<avx2::batch_norm_kernels>},
@@ -483,9 +512,16 @@ constexpr Implementation<BatchNormActBackward> kBackward[] = {
     {"portable", needs_nothing, backward<portable::batch_norm_kernels>},
 };
 
+constexpr Implementation<BatchNormStatistics> kStatistics[] = {
+    {"avx512", needs_avx512, statistics<avx512::batch_norm_kernels>},
+    {"avx2", needs_avx2, statistics<avx2::batch_norm_kernels>},
+    {"portable", needs_nothing, statistics<portable::batch_norm_kernels>},
+};
+
 }  // namespace
 
 Implementations<BatchNormActForward> batch_norm_act_forward() { return kForward; }
 Implementations<BatchNormActBackward> batch_norm_act_backward() { return kBackward; }
+Implementations<BatchNormStatistics> batch_norm_statistics() { return kStatistics; }
 
 }  // namespace fusewise::cpu

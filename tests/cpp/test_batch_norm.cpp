@@ -217,6 +217,45 @@ TEST_P(BatchNormOnCpu, StatisticsOfAGroup) {
   }
 }
 
+/// A group of one process: its own parts give what a call without a group gives.
+TEST_P(BatchNormOnCpu, PartsOfAGroup) {
+  for (const DType dtype : kData) {
+    for (const Layout layout : kNative) {
+      BatchNorm call = make({2, 3, 5, 3, 3}, dtype, layout);
+      call.blanked = {0, 1, 0, 0, 0, 0};
+      call.activation = Activation::silu;
+      const DType wide = sum_type(dtype);
+      call.group = Tensor(wide, {2, 3, 5});
+      BatchNormStatistics own{.x = call.x.view(),
+                              .blanked = call.flags(),
+                              .statistics = call.group.view(),
+                              .implementation = GetParam()};
+      batch_norm_statistics(Context{}, own);
+      for (Index i = 0; i < 10; ++i) EXPECT_EQ(call.group.get(i / 5 * 15 + i % 5), i < 5 ? 18 : 27);
+      const Tensor group = call.group;
+      call.group = {};
+      BatchNormReference expected = batch_norm_forward_reference(call);
+      call.group = group;
+      run_forward(call, GetParam());
+      expect_close(call.y, expected.y, "y");
+      expect_close(call.running_var, expected.running_var, "running_var");
+
+      expected = batch_norm_backward_reference(call);
+      const Tensor sums(wide, {2, 3, 5});
+      BatchNormActBackward first = call.backward();
+      first.dx = first.dresidual = {};
+      first.dgroup = sums.view();
+      first.implementation = GetParam();
+      batch_norm_act(Context{}, first);
+      expect_close(call.dweight, expected.dweight, "dweight");
+      call.gradient_group = sums;
+      run_backward(call, GetParam());
+      expect_close(call.dx, expected.dx, "dx");
+      expect_close(call.dresidual, expected.dresidual, "dresidual");
+    }
+  }
+}
+
 TEST_P(BatchNormOnCpu, MomentumAndCounter) {
   BatchNorm call = make({0, 3, 5, 3, 3});
   call.momentum = -1;  // the mean over all calls
@@ -428,10 +467,10 @@ TEST(BatchNormErrors, Forward) {
   expect("x: expected a floating dtype, got int64", [](F& f) { f.x.dtype = DType::i64; });
   expect("residual: expected x's shape [2, 3, 2, 2], got [2, 4, 2, 2]",
          [](F& f) { f.residual.sizes[1] = 4; });
-  expect("residual: expected dtype float32 as x, got float16",
+  expect("residual: expected x's dtype float32, got float16",
          [](F& f) { f.residual.dtype = DType::f16; });
   expect("weight: expected [3], got [2]", [](F& f) { f.weight.sizes[0] = 2; });
-  expect("running_var: expected dtype float32 as running_mean, got float64",
+  expect("running_var: expected running_mean's dtype float32, got float64",
          [](F& f) { f.running_var.dtype = DType::f64; });
   expect("running_mean and running_var: expected both or none", [](F& f) { f.running_var = {}; });
   expect("blanked: expected dtype bool, got uint8",
@@ -442,11 +481,11 @@ TEST(BatchNormErrors, Forward) {
          [](F& f) { f.group = {f.x.data, DType::f32, {}, {2, 3}}; });
   expect("num_batches_tracked: expected a tensor where momentum is None, got none",
          [](F& f) { f.momentum = -1, f.num_batches_tracked = {}; });
-  expect("mean, inverse_deviation and passes: expected all or none, got 2",
+  expect("mean, inverse_deviation and passes: expected all of them or none, got 2",
          [](F& f) { f.passes = {}; });
   expect("activation: expected 'identity', 'relu', 'relu6', 'silu' or 'hardswish', got 'gelu'",
          [](F& f) { f.activation = Activation::gelu; });
-  expect("y: expected memory of its own, got some that overlaps x",
+  expect("y: expected memory that no other tensor of the call uses, got memory that overlaps x",
          [](F& f) { f.y.data = f.x.data; });
   EXPECT_EQ(forward_message([](F& f) {
               f.implementation = "loops";
@@ -464,9 +503,17 @@ TEST(BatchNormErrors, Backward) {
   };
   expect("dy: expected x's shape [2, 3, 2, 2], got [2, 3, 2, 1]", [](B& b) { b.dy.sizes[3] = 1; });
   expect("mean: is missing", [](B& b) { b.mean = {}; });
-  expect("dweight: expected dtype float32 as weight, got float16",
+  expect("passes: is missing, which forward saves if it has a residual",
+         [](B& b) { b.passes = {}; });
+  expect("mean, inverse_deviation and passes: expected all of them or none, got 2",
+         [](B& b) { b.passes = b.dresidual = {}, b.residual = b.x; });
+  expect("residual: expected forward's, whose gradient is wanted",
+         [](B& b) { b.passes = {}, b.activation = Activation::silu; });
+  expect("dgroup: expected [3, 3], got [3, 2]",
+         [](B& b) { b.dgroup = {b.dx.data, DType::f32, {}, {3, 2}}; });
+  expect("dweight: expected weight's dtype float32, got float16",
          [](B& b) { b.dweight.dtype = DType::f16; });
-  expect("dx: expected memory of its own, got some that overlaps x",
+  expect("dx: expected memory that no other tensor of the call uses, got memory that overlaps x",
          [](B& b) { b.dx.data = b.x.data; });
 }
 

@@ -16,7 +16,7 @@ from ._library import (
 )
 from ._operator import Operator, wide_dtype
 from .autoencoder import AUTOENCODER, AUTOENCODER_WEIGHTS
-from .batch_norm import BATCH_NORM_ACT
+from .batch_norm import BATCH_NORM_ACT, batch_norm_statistics
 from .linear_act import ACTIVATIONS, LINEAR_ACT, in_layer, mlp, mlp_backward, wrong_words
 from .squeeze_excite import SQUEEZE_EXCITE, missing_activation
 
@@ -31,6 +31,7 @@ __all__ = [
     "SQUEEZE_EXCITE",
     "WAY_OUT",
     "Operator",
+    "batch_norm_statistics",
     "build_info",
     "dtensor_error",
     "in_layer",

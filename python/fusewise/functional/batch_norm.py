@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .. import _ops
 from ._call import Function
+from ._synchronized import is_shared, synchronized
 from ._transforms import formula_gradients
 
 _ACTIVATIONS = {
@@ -31,6 +32,7 @@ def batch_norm_act(
     eps: float = 1e-5,
     num_batches_tracked: Tensor | None = None,
     blanked: Tensor | None = None,
+    process_group=None,
 ) -> Tensor:
     """`act(batch_norm(x) + residual)` in one pass over memory, or two.
 
@@ -51,6 +53,9 @@ def batch_norm_act(
         num_batches_tracked: int64 scalar or None; training adds one to it, on its device.
         blanked: bool `[N]` (`[S, N]`) or None. True where a sample is absent: its values do not
             matter, it does not count, and its result and gradients are 0.
+        process_group: A `torch.distributed` group, or None. In training the statistics are those of
+            the samples of all its processes, each of which must make the call, with as many samples
+            as it has, be it none. weight's and bias's gradients are of this process's samples.
 
     Returns:
         A tensor like x, in x's layout. Autocast changes nothing.
@@ -58,7 +63,8 @@ def batch_norm_act(
     Raises:
         ValueError: In training with one value per channel, as torch does.
     """
-    if training and x.dim() >= 4 and x.shape[-4] * x.shape[-2] * x.shape[-1] == 1:
+    shared = is_shared(process_group) and training
+    if training and not shared and x.dim() >= 4 and x.shape[-4] * x.shape[-2] * x.shape[-1] == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
@@ -73,7 +79,10 @@ def batch_norm_act(
         blanked,
         None,
     )
-    return _call(tensors, (activation,), (training,), (-1.0 if momentum is None else momentum, eps))
+    numbers = (-1.0 if momentum is None else momentum, eps)
+    if shared:
+        return synchronized(_call, tensors, (activation,), (training,), numbers, process_group)
+    return _call(tensors, (activation,), (training,), numbers)
 
 
 class _BatchNormFunction(Function):

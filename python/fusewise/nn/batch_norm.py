@@ -5,8 +5,9 @@ from torch import Tensor
 
 from .. import functional
 from .._ops import BATCH_NORM_ACT
+from ..functional._synchronized import is_shared
 from ..functional._transforms import refuse_script
-from ._checks import floating, one_of, true_or_false, whole
+from ._checks import floating, one_of, true_or_false, unhooked, whole
 
 
 class BatchNormAct2d(torch.nn.Module):
@@ -26,6 +27,9 @@ class BatchNormAct2d(torch.nn.Module):
         affine: whether there are a weight and a bias.
         track_running_stats: without running statistics, those of the batch are used in eval mode
             too.
+        process_group: a `torch.distributed` group whose processes share the statistics of a
+            training step, as with `torch.nn.SyncBatchNorm`; None: no other process takes part.
+            Copies of the module keep it, pickled ones do not.
     """
 
     _version = 2  # as that of BatchNorm2d: checkpoints of version 1 have no num_batches_tracked
@@ -38,6 +42,7 @@ class BatchNormAct2d(torch.nn.Module):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        process_group=None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -53,6 +58,7 @@ class BatchNormAct2d(torch.nn.Module):
         self.momentum = momentum
         self.affine = affine
         self.track_running_stats = track_running_stats
+        self.process_group = process_group
         kind = {"device": device, "dtype": dtype}
 
         def parameter():
@@ -78,6 +84,7 @@ class BatchNormAct2d(torch.nn.Module):
         if type(norm) is not torch.nn.BatchNorm2d:
             kind = f"{type(norm).__module__}.{type(norm).__qualname__}"
             raise TypeError(f"norm: expected torch.nn.BatchNorm2d, got {kind}")
+        unhooked("norm", norm)
         made = cls(*_arguments(norm, activation), device="meta")
         _share(norm, made)
         return made
@@ -89,6 +96,15 @@ class BatchNormAct2d(torch.nn.Module):
         made = torch.nn.BatchNorm2d(number, *others, device="meta")
         _share(self, made)
         return made
+
+    @property
+    def process_group(self):
+        return self._process_group.group
+
+    @process_group.setter
+    def process_group(self, group) -> None:
+        is_shared(group)
+        self._process_group = _ProcessGroup(group)
 
     def reset_running_stats(self) -> None:
         """Sets the running statistics to mean 0 and variance 1, and the counter to 0."""
@@ -120,6 +136,7 @@ class BatchNormAct2d(torch.nn.Module):
             momentum=self.momentum,
             eps=self.eps,
             num_batches_tracked=self.num_batches_tracked if tracks else None,
+            process_group=self.process_group if self.training else None,
         )
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
@@ -139,6 +156,19 @@ class BatchNormAct2d(torch.nn.Module):
             f"momentum={self.momentum}, affine={self.affine}, "
             f"track_running_stats={self.track_running_stats}"
         )
+
+
+class _ProcessGroup:
+    """Holds a group, which torch can neither copy nor pickle."""
+
+    def __init__(self, group=None):
+        self.group = group
+
+    def __deepcopy__(self, _):
+        return self
+
+    def __reduce__(self):
+        return _ProcessGroup, ()
 
 
 def _arguments(norm, activation):

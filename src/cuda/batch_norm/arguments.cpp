@@ -34,12 +34,22 @@ ForwardChannels channels_of(const BatchNormActForward& call) {
           .group = call.group.data,
           .mean = call.mean.data,
           .inverse = call.inverse_deviation.data,
+          .statistics = nullptr,
           .momentum = call.momentum,
           .eps = call.eps,
           .wide = are_wide(call.x, call.weight, call.bias, call.running_mean, call.running_var),
           .training = call.training,
           .streams = streams_of(call.x),
           .channels = dimension(call.x, 3)};
+}
+
+ForwardChannels channels_of(const BatchNormStatistics& call) {
+  BatchNormActForward forward;
+  forward.x = call.x;
+  forward.training = true;
+  ForwardChannels f = channels_of(forward);
+  f.statistics = call.statistics.data;
+  return f;
 }
 
 BackwardChannels channels_of(const BatchNormActBackward& call) {
@@ -50,6 +60,7 @@ BackwardChannels channels_of(const BatchNormActBackward& call) {
           .group = call.group.data,
           .dweight = call.dweight.data,
           .dbias = call.dbias.data,
+          .dgroup = call.dgroup.data,
           .wide = are_wide(call.x, call.weight, call.bias, call.dweight, call.dbias),
           .training = call.training,
           .streams = streams_of(call.x),
@@ -58,8 +69,8 @@ BackwardChannels channels_of(const BatchNormActBackward& call) {
 
 BackwardNeeds needs_of(const BatchNormActBackward& call) {
   const bool for_dx = call.dx.defined() && call.training && !call.group.defined();
-  return {.sums = for_dx || call.dweight.defined() || call.dbias.defined(),
-          .images = call.dx.defined() || call.dresidual.defined()};
+  const bool others = call.dweight.defined() || call.dbias.defined() || call.dgroup.defined();
+  return {.sums = for_dx || others, .images = call.dx.defined() || call.dresidual.defined()};
 }
 
 bool has_adjacent_channels(const TensorView& x) {

@@ -16,6 +16,7 @@ struct ForwardChannels {
   long long* tracked;
   const void* group;
   void *mean, *inverse;
+  void* statistics;  // [S, 3, C]: of x alone
   double momentum, eps;
   bool wide, training;
   long long streams, channels;
@@ -29,6 +30,7 @@ struct BackwardChannels {
   const void *mean, *inverse;
   const void* group;
   void *dweight, *dbias;
+  void* dgroup;  // [S, 3, C]
   bool wide, training;
   long long streams, channels;
 };
@@ -40,6 +42,7 @@ struct BackwardNeeds {
 };
 
 ForwardChannels channels_of(const BatchNormActForward& call);
+ForwardChannels channels_of(const BatchNormStatistics& call);
 BackwardChannels channels_of(const BatchNormActBackward& call);
 BackwardNeeds needs_of(const BatchNormActBackward& call);
 

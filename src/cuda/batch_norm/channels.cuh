@@ -178,6 +178,17 @@ __device__ __forceinline__ long long tracked_calls(const ForwardChannels& f, boo
   return *f.tracked + (counted ? 0 : 1);
 }
 
+/// Writes a column of a [S, 3, C] tensor, if there is one.
+template <typename A>
+__device__ __forceinline__ void set_column(void* to, long long at, long long channels, double count,
+                                           double first, double second) {
+  if (to == nullptr) return;
+  A* const column = static_cast<A*>(to) + 2 * (at / channels) * channels + at;
+  column[0] = static_cast<A>(count);
+  column[channels] = static_cast<A>(first);
+  column[2 * channels] = static_cast<A>(second);
+}
+
 /// From a channel's statistics to its coefficients. `write`: also the saved and running statistics.
 template <typename T>
 __device__ Coefficients<Accumulator<T>> finish_channel(const ForwardChannels& f, long long at,
@@ -186,6 +197,7 @@ __device__ Coefficients<Accumulator<T>> finish_channel(const ForwardChannels& f,
   using A = Accumulator<T>;
   const A inverse = A(1) / sqrt(static_cast<A>(variance) + static_cast<A>(f.eps));
   if (write) {
+    set_column<A>(f.statistics, at, f.channels, count, mean, variance);
     if (f.mean != nullptr) {
       static_cast<A*>(f.mean)[at] = static_cast<A>(mean);
       static_cast<A*>(f.inverse)[at] = inverse;
@@ -240,6 +252,7 @@ __device__ Corrections<Accumulator<T>> finish_gradient(const BackwardChannels& b
   if (write) {
     set_parameter<T>(b.dweight, b.wide, at, dweight);
     set_parameter<T>(b.dbias, b.wide, at, sums.dv);
+    set_column<Accumulator<T>>(b.dgroup, at, b.channels, sums.count, sums.dv, dweight);
   }
   return corrections(sums.count, sums.dv, dweight, inverse);
 }

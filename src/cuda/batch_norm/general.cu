@@ -384,6 +384,20 @@ void general_run(const Context& context, const BatchNormActForward& call) {
   });
 }
 
+void general_run(const Context& context, const BatchNormStatistics& call) {
+  const Arguments a = arguments(context, call.x, call.blanked, {}, Activation::identity);
+  const ForwardChannels f = channels_of(call);
+  dispatch_dtype(call.x.dtype, [&]<typename T>(T) {
+    using A = Accumulator<T>;
+    const Scratch<Coefficients<A>> coefficients(context, f.streams * f.channels);
+    const PartMemory<A> memory(context, f.streams, a.slabs, f.channels);
+    const MomentParts<A> parts = memory.moments();
+    launch_kernel(first_pass(context, a, f.channels), "computing moments", moments_kernel<T>, a,
+                  parts, nullptr);
+    launch_finish<T>(context, f, parts, coefficients.data());
+  });
+}
+
 void general_run(const Context& context, const BatchNormActBackward& call) {
   Arguments a = arguments(context, call.x, call.blanked, call.passes, call.activation);
   a.residual = image(call.residual);

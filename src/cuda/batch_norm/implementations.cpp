@@ -15,11 +15,17 @@ constexpr Implementation<Call> kList[] = {
     {"two_pass", two_pass_declines, two_pass_run},
     {"general", [](const Context&, const Call&) { return std::string(); }, general_run}};
 
+constexpr Implementation<BatchNormStatistics> kStatistics[] = {
+    {"two_pass", two_pass_declines, two_pass_run},
+    {"general", [](const Context&, const BatchNormStatistics&) { return std::string(); },
+     general_run}};
+
 }  // namespace
 
 Implementations<BatchNormActForward> batch_norm_act_forward() { return kList<BatchNormActForward>; }
 Implementations<BatchNormActBackward> batch_norm_act_backward() {
   return kList<BatchNormActBackward>;
 }
+Implementations<BatchNormStatistics> batch_norm_statistics() { return kStatistics; }
 
 }  // namespace fusewise::cuda

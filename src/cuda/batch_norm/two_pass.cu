@@ -328,6 +328,22 @@ std::string two_pass_declines(const Context&, const BatchNormActBackward& call) 
                        call.passes.defined());
 }
 
+std::string two_pass_declines(const Context&, const BatchNormStatistics& call) {
+  return dense_decline({&call.x}, false);
+}
+
+void two_pass_run(const Context& context, const BatchNormStatistics& call) {
+  const ForwardChannels f = channels_of(call);
+  const Passes p(context, call.x, call.blanked);
+  const PartMemory<float> memory(context, f.streams, p.cut.slabs, f.channels);
+  const Scratch<Coefficients<float>> coefficients(context, f.streams * f.channels);
+  dispatch(call.x, false, [&]<typename T>(T, auto planar, auto) {
+    launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
+                  static_cast<const T*>(call.x.data), memory.moments(), nullptr);
+    launch_finish<T>(context, f, memory.moments(), coefficients.data());
+  });
+}
+
 void two_pass_run(const Context& context, const BatchNormActForward& call) {
   const ForwardChannels f = channels_of(call);
   const Passes p(context, call.x, call.blanked);

@@ -174,6 +174,50 @@ TEST_F(CudaBatchNorm, EverySourceOfStatistics) {
   }
 }
 
+/// A group of one process: its own parts give what a call without a group gives.
+TEST_F(CudaBatchNorm, ShortPartsOfAGroup) {
+  for (const char* name : {"two_pass", "general"}) {
+    for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+      Problem p = make({.s = 3,
+                        .n = 4,
+                        .data = DType::f16,
+                        .layout = layout,
+                        .other = layout,
+                        .activation = Activation::silu,
+                        .residual = true,
+                        .blanked = true,
+                        .group = true});
+      Problem alone = p;
+      alone.is.group = false;
+      const Expected expected = forward_reference(alone);
+      OnGpu gpu(p);
+      const BatchNormActForward forward = gpu.forward();
+      batch_norm_statistics(on_gpu(), {.x = forward.x,
+                                       .blanked = forward.blanked,
+                                       .statistics = forward.group,
+                                       .implementation = name});
+      run(name, forward);
+      gpu.fetch();
+      expect_close(p.y, expected.y, "y");
+      expect_close(p.running_mean, expected.running_mean, "running_mean");
+      expect_close(p.running_var, expected.running_var, "running_var");
+
+      alone.mean = p.mean;
+      alone.inverse = p.inverse;
+      const ExpectedGradients gradients = backward_reference(alone);
+      BatchNormActBackward sums = gpu.backward();
+      sums.dgroup = sums.group;
+      sums.group = sums.dx = sums.dresidual = {};
+      run(name, sums);
+      run(name, gpu.backward());
+      gpu.fetch();
+      expect_close(p.dx, gradients.dx, "dx");
+      expect_close(p.dresidual, gradients.dresidual, "dresidual");
+      expect_close(p.dweight, gradients.dweight, "dweight");
+    }
+  }
+}
+
 TEST_F(CudaBatchNorm, LargeMeansDoNotCancel) {
   for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
     Case is{.n = 8,
