@@ -235,6 +235,27 @@ Tensor new_dense(const Tensor& like, DType dtype, std::initializer_list<std::int
   return new_dense(like, dtype, std::span(sizes.begin(), sizes.size()));
 }
 
+Tensor new_strided(const Tensor& like, const TensorView& view) {
+  return empty_strided(like, torch_dtype(view.dtype), view.rank, view.sizes.data(),
+                       view.strides.data());
+}
+
+bool has_adjacent_channels(const Tensor& image) {
+  const auto rank = image.dim();
+  return rank >= 4 && image.sizes()[rank - 3] > 1 && image.strides()[rank - 3] == 1;
+}
+
+TensorView channels_last(TensorView image) {
+  const int r = image.rank;
+  std::int64_t stride = 1;
+  for (const int d : {r - 3, r - 1, r - 2, r - 4, r - 5}) {
+    if (d < 0) break;
+    image.strides[d] = stride;
+    stride *= image.sizes[d];
+  }
+  return image;
+}
+
 Tensor new_with_last(const Tensor& like, DType dtype, std::int64_t last) {
   const auto leading = like.sizes();
   check_dimensions(leading.size());

@@ -50,6 +50,12 @@ Tensor new_dense(const Tensor& like, DType dtype, std::span<const std::int64_t> 
 Tensor new_dense(const Tensor& like, DType dtype, std::initializer_list<std::int64_t> sizes);
 /// The same with the leading sizes of `like`, followed by `last`.
 Tensor new_with_last(const Tensor& like, DType dtype, std::int64_t last);
+/// Uninitialised, with the sizes, strides and type of a view. Throws OutOfMemory.
+Tensor new_strided(const Tensor& like, const TensorView& view);
+/// Whether an image [..., C, H, W] is channels-last.
+bool has_adjacent_channels(const Tensor& image);
+/// The view of an image [..., C, H, W] with other strides: dense in the order ..., H, W, C.
+TensorView channels_last(TensorView image);
 /// As torch.empty_like, including strides. Throws OutOfMemory.
 Tensor new_like(const Tensor& like);
 

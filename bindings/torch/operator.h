@@ -139,7 +139,11 @@ class TorchCall {
   Result new_result(const Rule& t) const {
     const std::size_t like = model_of(t);
     if (!tensors_[like].has_value()) {
-      const TensorView view = foreseen(t);
+      TensorView view = foreseen(t);
+      if (t.layout == Layout::any && has_adjacent_channels(first())) {
+        view = channels_last(view);
+        return viewed(new_strided(first(), view), view);
+      }
       if (!has_leading(t.shape)) return new_dense(view);
       return viewed(new_with_last(first(), view.dtype, view.sizes[view.rank - 1]), view);
     }

@@ -115,6 +115,70 @@ struct BatchNormActBackward {
 void batch_norm_act(const Context& context, const BatchNormActBackward& call);
 Candidates explain(const Context& context, const BatchNormActBackward& call);
 
+/// BatchNorm, an activation and a max-pool of 3 x 3 values with stride 2 and padding 1, as at the
+/// start of a ResNet. Everything as above, without a residual:
+///
+///     y = max_pool(act(v))    [N, C, ceil(H / 2), ceil(W / 2)]
+///
+/// The values are compared as they would be stored, in y's type. Of equal ones, the first in the
+/// order of rows is taken; of several NaN, the last one. act(v) is never written.
+struct BatchNormActPoolForward {
+  TensorView x;
+  TensorView weight;
+  TensorView bias;
+  TensorView blanked;
+  TensorView group;
+  TensorView running_mean;
+  TensorView running_var;
+  TensorView num_batches_tracked;
+
+  Activation activation = Activation::relu;
+  bool training = false;
+  double momentum = 0.1;
+  double eps = 1e-5;
+
+  TensorView y;  ///< out
+
+  /// out, for backward: all present or all absent.
+  TensorView mean;
+  TensorView inverse_deviation;
+  /// For each value of y, which of the 3 x 3 it is: 0 to 8, in the order of rows. uint8, [numel of
+  /// y]. In the order S, N, H, W, C if x's channels are adjacent in memory, else S, N, C, H, W.
+  TensorView choices;
+
+  std::string_view implementation = {};
+};
+
+void batch_norm_act_pool(const Context& context, const BatchNormActPoolForward& call);
+Candidates explain(const Context& context, const BatchNormActPoolForward& call);
+
+/// The gradients as above. The gradient of a value of y belongs to the value of x that was chosen.
+struct BatchNormActPoolBackward {
+  TensorView dy;  ///< in, y's shape
+  TensorView x;
+  TensorView weight;
+  TensorView bias;
+  TensorView blanked;
+  TensorView mean;
+  TensorView inverse_deviation;
+  TensorView choices;
+  TensorView group;
+
+  Activation activation = Activation::relu;
+  bool training = false;
+
+  /// out, each may be absent.
+  TensorView dx;
+  TensorView dweight;
+  TensorView dbias;
+  TensorView dgroup;
+
+  std::string_view implementation = {};
+};
+
+void batch_norm_act_pool(const Context& context, const BatchNormActPoolBackward& call);
+Candidates explain(const Context& context, const BatchNormActPoolBackward& call);
+
 /// The statistics of x alone. Several processes combine theirs into forward's `group`.
 struct BatchNormStatistics {
   TensorView x;        ///< in, as in forward

@@ -1,5 +1,6 @@
 // Description and public functions of BatchNorm + activation.
 
+#include "common/batch_norm.h"
 #include "common/check.h"
 #include "common/operators.h"
 
@@ -58,8 +59,9 @@ constexpr const char* kNumberNames[] = {"momentum", "eps"};
 constexpr OperatorNumber<F> kNumbers[] = {at<&F::momentum>, at<&F::eps>};
 constexpr auto kRules = rules_of(kTensors);
 
-/// Rules that the table does not express.
-void check_more(const F& call) {
+}  // namespace
+
+void check_statistics(const BatchNormActForward& call) {
   check(call.running_mean.defined() == call.running_var.defined(),
         "running_mean and running_var: expected both or none");
   const TensorView& x = call.x;
@@ -71,6 +73,8 @@ void check_more(const F& call) {
             call.num_batches_tracked.defined(),
         "num_batches_tracked: expected a tensor where momentum is None, got none");
 }
+
+namespace {
 
 /// Forward had a residual if its gradient is wanted. Then x alone does not determine v.
 void check_backward(const B& call) {
@@ -104,7 +108,7 @@ constexpr Operator<F, B> kBatchNormAct{
     .choices = kChoices,
     .flags = kFlags,
     .numbers = kNumbers,
-    .check_more = check_more,
+    .check_more = check_statistics,
     .check_backward = check_backward,
     .forward_on_cpu = cpu::batch_norm_act_forward,
     .forward_on_cuda = cuda::batch_norm_act_forward,

@@ -212,6 +212,9 @@ void check_shape(const OperatorRules& rules, const GivenTensor& given,
     fail(Name{given}, ": expected ", written_shape(rule.shape, sizes),
          written_positive(rule.shape, rules.positive, sizes), ", got ", t);
   }
+  for (const char* pair = rules.halves; *pair != 0; pair += 2) {
+    if (sizes.knows(pair[0])) sizes.set(pair[1], divide_up(sizes[pair[0]], 2));
+  }
 }
 
 bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
@@ -240,6 +243,8 @@ class Types {
         return agree(weight_, given);
       case Type::bits:
         if (!are_bits(given)) return agree(data_, given);
+        [[fallthrough]];
+      case Type::bytes:
         return check(dtype == DType::u8, Name{given}, ": expected dtype uint8, got ", dtype);
       case Type::flags:
         return check(dtype == DType::b8, Name{given}, ": expected dtype bool, got ", dtype);
@@ -291,6 +296,8 @@ const char* text_of(Type type) {
       return "statistics";
     case Type::bits:
       return "bits";
+    case Type::bytes:
+      return "bytes";
     case Type::flags:
       return "flags";
     case Type::counter:
@@ -374,7 +381,8 @@ Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> giv
   check_presence(given);
   for (const GivenTensor& each : given) {
     const Type type = each.rule->type;
-    if (type == Type::bits || type == Type::flags || type == Type::counter) continue;
+    if (type == Type::bits || type == Type::bytes) continue;
+    if (type == Type::flags || type == Type::counter) continue;
     check(is_floating(each.view->dtype), Name{each}, ": expected a floating dtype, got ",
           each.view->dtype);
   }
@@ -436,6 +444,7 @@ TensorView foreseen(const TensorRule& rule, const Sizes& sizes, DType data, DTyp
   t.dtype = rule.type == Type::data      ? data
             : rule.type == Type::weight  ? weight
             : rule.type == Type::bits    ? DType::u8
+            : rule.type == Type::bytes   ? DType::u8
             : rule.type == Type::flags   ? DType::b8
             : rule.type == Type::counter ? DType::i64
                                          : wide_type(data);
@@ -497,6 +506,7 @@ std::string text_of(const OperatorRules& rules, std::span<const BackwardUse> use
   for (const char* flag : rules.flags) line({"flag", flag});
   for (const char* number : rules.numbers) line({"number", number});
   line({"positive", rules.positive});
+  line({"halves", rules.halves});
   std::string order;
   for (const char* name : rules.order) {
     if (!order.empty()) order += ' ';

@@ -29,6 +29,7 @@ enum class Type : std::uint8_t {
   weight,      ///< the data's type, or float32 for half-precision data; the same for all weights
   statistics,  ///< float32; float64 for float64 data
   bits,        ///< uint8, a bit for each value of a row; backward also accepts the values
+  bytes,       ///< uint8
   flags,       ///< bool
   counter,     ///< int64
 };
@@ -74,6 +75,8 @@ struct OperatorRules {
   std::span<const char* const> numbers = {};
   /// Letters of the sizes that must be at least 1. The others may be 0.
   const char* positive = "";
+  /// Pairs of letters: the second one is half of the first, rounded up. No tensor determines it.
+  const char* halves = "";
   /// The inputs in the order in which their shapes are read, if that is not the order above. An
   /// error names the first tensor that does not fit those before it.
   std::span<const char* const> order = {};

@@ -11,10 +11,11 @@
 
 /// each(foo, Foo): the structs are FooForward and FooBackward, the description is kFoo, and each
 /// backend has the lists foo_forward() and foo_backward().
-#define FUSEWISE_EACH_OPERATOR(each)  \
-  each(autoencoder, Autoencoder);     \
-  each(batch_norm_act, BatchNormAct); \
-  each(linear_act, LinearAct);        \
+#define FUSEWISE_EACH_OPERATOR(each)           \
+  each(autoencoder, Autoencoder);              \
+  each(batch_norm_act, BatchNormAct);          \
+  each(batch_norm_act_pool, BatchNormActPool); \
+  each(linear_act, LinearAct);                 \
   each(squeeze_excite, SqueezeExcite);
 
 namespace fusewise {

@@ -6,23 +6,12 @@
 
 #include "cpu/batch_norm_kernels.h"
 
+#include "cpu/batch_norm_pool_loops.h"
 #include "cpu/vector_bits.h"
 #include "cpu/vector_math.h"
 
 namespace fusewise::cpu::FUSEWISE_ISA {
 namespace {
-
-template <typename T>
-using LanesOf = typename Memory<T>::V;
-
-/// Calls step(i) for every vector of a row, and step(i, count) for the columns that remain.
-template <typename T, typename Step>
-void each_vector(Index columns, const Step& step) {
-  constexpr int kLanes = Memory<T>::kLanes;
-  Index i = 0;
-  for (; i + kLanes <= columns; i += kLanes) step(i);
-  if (i < columns) step(i, columns - i);
-}
 
 /// A value per channel. The index is the first column of a vector.
 template <typename A, bool kPlanar>
@@ -425,26 +414,10 @@ void differentiate(const BatchNormShape& from, const ActivationGradient<T>& in,
   });
 }
 
-// Conversions. -----------------------------------------------------------------------------------
-
-template <typename T>
-void widen_values(const T* from, Index count, AccumulatorOf<T>* to) {
-  each_vector<T>(count, [&](Index i, auto... left) {
-    Memory<AccumulatorOf<T>>::store(to + i, Memory<T>::load(from + i, left...), left...);
-  });
-}
-
-template <typename T>
-void narrow_values(const AccumulatorOf<T>* from, Index count, T* to) {
-  each_vector<T>(count, [&](Index i, auto... left) {
-    Memory<T>::store(to + i, Memory<AccumulatorOf<T>>::load(from + i, left...), left...);
-  });
-}
-
 template <typename T>
 constexpr BatchNormKernels<T> all() {
-  return {moments<T>,       normalize<T>,    gradient_sums<T>,
-          differentiate<T>, widen_values<T>, narrow_values<T>};
+  return {moments<T>, normalize<T>, gradient_sums<T>, differentiate<T>,
+          pool<T>,    unpool<T>,    widen_row<T>,     narrow_row<T>};
 }
 
 }  // namespace

@@ -44,6 +44,22 @@ struct ActivationGradient {
   Rows<const std::uint8_t> bits;
 };
 
+/// One row of output of a max-pool of 3 x 3 values with stride 2 and padding 1: `width` pixels of
+/// input and `outputs` of output, as a plane of one channel or as rows of channels.
+struct PoolShape {
+  std::int64_t width = 0, outputs = 0, channels = 1;
+  bool planar = true;
+};
+
+/// The rows of output that read one row of input: one or two, and which row of their windows it is.
+template <typename T>
+struct PoolReaders {
+  const T* dy[2] = {};
+  const std::uint8_t* choices[2] = {};
+  int row[2] = {};
+  int count = 0;
+};
+
 template <typename T, typename A = AccumulatorOf<T>>
 struct BatchNormKernels {
   /// pivots: an approximate mean of each channel. sums and squares: the sums of x - pivot and of
@@ -60,6 +76,13 @@ struct BatchNormKernels {
   /// slope is null. Either may be absent.
   void (*differentiate)(const BatchNormShape& shape, const ActivationGradient<T>& in,
                         const A* slope, const A* offset, Rows<T> dx, Rows<T> dresidual);
+  /// y = the largest values of a row's windows, whose three rows of input are `rows`; null outside
+  /// of the image. choices: their places in the windows. scratch: 5 * width + 16 values, if planar.
+  void (*pool)(const PoolShape& shape, const T* const (&rows)[3], A* scratch, T* y,
+               std::uint8_t* choices);
+  /// The gradients of `count` pixels of a row of input, from column `first` on.
+  void (*unpool)(const PoolShape& shape, const PoolReaders<T>& readers, std::int64_t first,
+                 std::int64_t count, A* scratch, T* to);
   /// Conversions of contiguous values.
   void (*widen)(const T* from, std::int64_t count, A* to);
   void (*narrow)(const A* from, std::int64_t count, T* to);

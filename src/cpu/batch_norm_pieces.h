@@ -98,6 +98,12 @@ struct Geometry {
   /// Rows of channels-last pieces belong to all channels at once.
   Index channels_of_piece() const { return planar ? 1 : channels; }
 
+  /// Some pixels of one row of an image.
+  Piece in_row(Index stream, Index sample, Index channel, Index h, Index w, Index count) const {
+    const Index image = height * width, pixel = h * width + w;
+    if (pixels == image) return {stream, sample, 1, channel, pixel, count};
+    return {stream, 0, 1, channel, sample * image + pixel, count};  // the samples are merged
+  }
   Piece piece(Index stream, Index channel, Index i) const {
     const Index n = i / chunks * group, p = i % chunks * chunk;
     return {stream, n, std::min(group, samples - n), channel, p, std::min(chunk, pixels - p)};

@@ -56,6 +56,8 @@ def _step(samples, group, options, dtype, layout, streams):
     blanked = None
     if options.pop("blanked", False):
         blanked = (torch.arange(6) % 3 == 1).expand(*lead, 6)[..., samples].contiguous()
+    if options.get("max_pool"):
+        dy = dy[..., :2, :2]
     inputs = [t.requires_grad_() for t in (x, weight, bias, residual)]
     y = batch_norm_act(
         x,
@@ -86,6 +88,7 @@ CASES = {
     "blanked": {"blanked": True, "activation": "hardswish"},
     "float32": {"dtype": torch.float32},
     "channels_last": {"layout": torch.channels_last, "activation": "relu6"},
+    "max_pool": {"max_pool": True, "residual": False, "layout": torch.channels_last},
     "streams": {"streams": True, "blanked": True},
 }
 

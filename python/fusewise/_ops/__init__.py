@@ -16,7 +16,7 @@ from ._library import (
 )
 from ._operator import Operator, wide_dtype
 from .autoencoder import AUTOENCODER, AUTOENCODER_WEIGHTS
-from .batch_norm import BATCH_NORM_ACT, batch_norm_statistics
+from .batch_norm import BATCH_NORM_ACT, BATCH_NORM_ACT_POOL, batch_norm_statistics
 from .linear_act import ACTIVATIONS, LINEAR_ACT, in_layer, mlp, mlp_backward, wrong_words
 from .squeeze_excite import SQUEEZE_EXCITE, missing_activation
 
@@ -25,6 +25,7 @@ __all__ = [
     "AUTOENCODER",
     "AUTOENCODER_WEIGHTS",
     "BATCH_NORM_ACT",
+    "BATCH_NORM_ACT_POOL",
     "CUDA_MISSING",
     "LINEAR_ACT",
     "OPERATOR_NAMES",

@@ -66,6 +66,9 @@ class Operator:
                 self.numbers.append(fields[0])
             elif kind == "positive":
                 self._positive = fields[0]
+            elif kind == "halves":
+                letters = fields[0]
+                self._halves = list(zip(letters[::2], letters[1::2], strict=True))
             else:
                 self._order = fields[0].split()
         self.inputs = [rule for rule in tensors if rule.role in _INPUTS]
@@ -77,9 +80,10 @@ class Operator:
         """What backward receives: indices into the inputs followed by the saved tensor."""
         self.all_inputs = (1 << len(self.inputs)) - 1
         """Backward's `needed` if every input needs a gradient."""
-        names = [rule.name for rule in self.inputs]
+        self.index = {rule.name: i for i, rule in enumerate(self.inputs)}
+        """The inputs' places by name."""
         only_for = self.inputs[0].only_for
-        self.first_is_for = names.index(only_for) if only_for else None
+        self.first_is_for = self.index[only_for] if only_for else None
         """Index of the one input whose gradient needs the first input, if no other does."""
         torch.library.register_fake(f"fusewise::_{name}")(self.fake_forward)
         torch.library.register_fake(f"fusewise::_{name}_backward")(self._fake_backward)
@@ -176,6 +180,9 @@ class Operator:
             wanted = f"{_written_shape(rule.shape, sizes)} with {letters} >= 1"
             _refuse(f"{rule.name}: expected {wanted}, got {shape}")
         sizes.update(found)
+        for whole, half in self._halves:
+            if whole in sizes:
+                sizes[half] = (sizes[whole] + 1) // 2
 
     @staticmethod
     def _check_types(given):
@@ -257,6 +264,8 @@ class Operator:
             int(size) if size.isdigit() else _product(sizes[letter] for letter in size.strip("*?"))
             for size in _present(rule.shape.split(" | ")[0].split(), sizes)
         ]
+        if rule.type == "bytes":
+            return tensors[0].new_empty(shape, dtype=torch.uint8)
         if rule.type == "bits":
             return tensors[0].new_empty((*shape[:-1], (shape[-1] + 7) // 8), dtype=torch.uint8)
         if leading is not None and _has_leading(rule.shape):
@@ -264,7 +273,10 @@ class Operator:
         if rule.type == "statistics":
             return tensors[0].new_empty(shape, dtype=wide_dtype(tensors[0]))
         same = (t for r, t in zip(inputs, tensors, strict=True) if r.type == rule.type)
-        return next(same).new_empty(shape)
+        result = next(same).new_empty(shape)
+        if rule.layout == "any" and len(shape) >= 4 and _has_adjacent_channels(tensors[0]):
+            return torch.empty_like(result.movedim(-3, -1).contiguous()).movedim(-1, -3)
+        return result
 
 
 def _with_word(rules: list[TensorRule], words) -> list[TensorRule]:
@@ -284,6 +296,11 @@ def _has_leading(shape: str) -> bool:
 def wide_dtype(x: Tensor) -> torch.dtype:
     """The dtype of sums and of all intermediate results."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _has_adjacent_channels(x: Tensor) -> bool:
+    """Whether an image is channels-last, as the core sees it."""
+    return x.shape[-3] > 1 and x.stride(-3) == 1
 
 
 def _product(values):

@@ -6,6 +6,7 @@ from torch import Tensor
 from ._operator import Operator, wide_dtype
 
 BATCH_NORM_ACT = Operator("batch_norm_act")
+BATCH_NORM_ACT_POOL = Operator("batch_norm_act_pool")
 
 
 def batch_norm_statistics(x: Tensor, blanked: Tensor | None) -> Tensor:

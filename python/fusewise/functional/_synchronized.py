@@ -13,10 +13,6 @@ from .. import _ops
 from .._settings import TORCH, settings
 from ._transforms import direct_apply, needs_formula, needs_graph
 
-_OPERATOR = _ops.BATCH_NORM_ACT
-_INDEX = {rule.name: i for i, rule in enumerate(_OPERATOR.inputs)}
-_RESIDUAL, _BLANKED, _GROUP = (_INDEX[name] for name in ("residual", "blanked", "group"))
-
 
 def is_shared(process_group) -> bool:
     """Whether other processes take part. Raises unless it is a process group or None."""
@@ -50,7 +46,7 @@ def synchronized(function, tensors, words, flags, numbers, process_group) -> Ten
     try:
         y = _direct_apply(call, *tensors)
     except AttributeError as error:
-        raise _OPERATOR.wrong_type(tensors, words) or error from None
+        raise function.operator.wrong_type(tensors, words) or error from None
     if settings.records is not None:
         x = tensors[0]
         shape = (*x.shape[:-4], 3, x.shape[-3])
@@ -63,13 +59,14 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *tensors):
         function, words, flags, numbers, forced, _, process_group = call
-        _OPERATOR.check(tensors, words)  # before the others wait for this process
-        own = _ops.batch_norm_statistics(tensors[0], tensors[_BLANKED])
-        tensors = (*tensors[:_GROUP], _combined(own, process_group))
-        y, saved = _OPERATOR.forward(*tensors, *words, *flags, *numbers, True, forced)
+        operator = function.operator
+        operator.check(tensors, words)  # before the others wait for this process
+        own = _ops.batch_norm_statistics(tensors[0], tensors[operator.index["blanked"]])
+        tensors = (*tensors[:-1], _combined(own, process_group))
+        y, saved = operator.forward(*tensors, *words, *flags, *numbers, True, forced)
         ctx.call = call
         ctx.passed_on = function.passed_on(words, tensors)
-        ctx.save_for_backward(*_OPERATOR.kept(tensors, words)[:_GROUP], saved)
+        ctx.save_for_backward(*operator.kept(tensors, words)[:-1], saved)
         return y
 
     @staticmethod
@@ -79,30 +76,32 @@ class _Call(torch.autograd.Function):
                 "process_group: there is no second backward through statistics that several "
                 "processes share; pass process_group=None"
             )
-        _, words, flags, _, _, forced, process_group = ctx.call
+        function, words, flags, _, _, forced, process_group = ctx.call
+        operator = function.operator
         *kept, saved = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
-        found = dict.fromkeys(range(len(needed)))
+        found = dict.fromkeys(operator.index)
+        wanted = {name for name, i in operator.index.items() if needed[i]}
+        if ctx.passed_on is not None:
+            (name,) = {operator.inputs[ctx.passed_on].name} & wanted or {None}
+            found[name] = gradient
+            wanted -= {name}
 
-        def find(wanted, group):
-            wanted = [i for i in wanted if i == _GROUP or needed[i]]
-            if not wanted:
+        def find(names, group):
+            names = [name for name in operator.index if name in names]
+            if not names:
                 return
-            mask = sum(1 << i for i in wanted)
-            read = [(*kept, group, saved)[i] for i in _OPERATOR.read_back]
-            results = _OPERATOR.backward(gradient, *read, *words, *flags, mask, forced)
-            found.update(zip(wanted, results, strict=True))
+            mask = sum(1 << operator.index[name] for name in names)
+            read = [(*kept, group, saved)[i] for i in operator.read_back]
+            results = operator.backward(gradient, *read, *words, *flags, mask, forced)
+            found.update(zip(names, results, strict=True))
 
-        find([_INDEX["weight"], _INDEX["bias"], *[_GROUP] * needed[0]], None)
-        sums = found.pop(_GROUP)
+        find(wanted & {"weight", "bias"} | ({"group"} if needed[0] else set()), None)
         if needed[0]:
-            torch.distributed.all_reduce(sums, group=process_group)
-        if ctx.passed_on is not None and needed[_RESIDUAL]:
-            find([0], sums)
-            found[_RESIDUAL] = gradient
-        else:
-            find([0, _RESIDUAL], sums)
-        return None, *found.values(), None
+            torch.distributed.all_reduce(found["group"], group=process_group)
+        find(wanted & {"x", "residual"}, found["group"])
+        found["group"] = None
+        return None, *[found[name] for name in operator.index]
 
 
 _direct_apply = direct_apply(_Call)

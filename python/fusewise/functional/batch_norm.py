@@ -32,9 +32,10 @@ def batch_norm_act(
     eps: float = 1e-5,
     num_batches_tracked: Tensor | None = None,
     blanked: Tensor | None = None,
+    max_pool: bool = False,
     process_group=None,
 ) -> Tensor:
-    """`act(batch_norm(x) + residual)` in one pass over memory, or two.
+    """`act(batch_norm(x) + residual)` in one pass over memory, or two; with a max-pool if wanted.
 
     Args:
         x: `[N, C, H, W]`, or `[S, N, C, H, W]` for S streams that have statistics and parameters of
@@ -53,6 +54,9 @@ def batch_norm_act(
         num_batches_tracked: int64 scalar or None; training adds one to it, on its device.
         blanked: bool `[N]` (`[S, N]`) or None. True where a sample is absent: its values do not
             matter, it does not count, and its result and gradients are 0.
+        max_pool: Whether a max-pool of 3x3 values with stride 2 and padding 1 follows, as at the
+            start of a ResNet. The result is `[N, C, ceil(H / 2), ceil(W / 2)]`. Not with a
+            residual.
         process_group: A `torch.distributed` group, or None. In training the statistics are those of
             the samples of all its processes, each of which must make the call, with as many samples
             as it has, be it none. weight's and bias's gradients are of this process's samples.
@@ -68,21 +72,18 @@ def batch_norm_act(
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
-    tensors = (
-        x,
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        residual,
-        num_batches_tracked,
-        blanked,
-        None,
-    )
+    statistics = (x, running_mean, running_var, weight, bias)
+    if max_pool:
+        if residual is not None:
+            raise ValueError("residual: expected None with max_pool, got a tensor")
+        function, tensors = _call_pool, (*statistics, num_batches_tracked, blanked, None)
+    else:
+        function, tensors = _call, (*statistics, residual, num_batches_tracked, blanked, None)
+    words, flags = (activation,), (training,)
     numbers = (-1.0 if momentum is None else momentum, eps)
     if shared:
-        return synchronized(_call, tensors, (activation,), (training,), numbers, process_group)
-    return _call(tensors, (activation,), (training,), numbers)
+        return synchronized(function, tensors, words, flags, numbers, process_group)
+    return function(tensors, words, flags, numbers)
 
 
 class _BatchNormFunction(Function):
@@ -91,31 +92,66 @@ class _BatchNormFunction(Function):
 
     def passed_on(self, words, tensors):
         """dresidual is dy itself where nothing stands between them."""
-        plain = words[0] == "identity" and tensors[_RESIDUAL] is not None
-        return _RESIDUAL if plain and tensors[_BLANKED] is None else None
+        residual, blanked = (self.operator.index[name] for name in ("residual", "blanked"))
+        plain = words[0] == "identity" and tensors[residual] is not None
+        return residual if plain and tensors[blanked] is None else None
 
     def formula_gradients(self, kept, words, flags, needed, gradient):
         """Made from what forward kept, so that it can be differentiated again: in training the
         statistics depend on x, in inference they are constants."""
         *inputs, saved = kept
-        x, activation = inputs[0], words[0]
-        mean, inverse, bits = _unpacked(saved, x)
-        if needed[_RESIDUAL] and inputs[_RESIDUAL] is None:
+        x, residual = inputs[0], self.operator.index["residual"]
+        mean, inverse, rest = _unpacked(saved, x)
+        passes = _in_order(_bits(rest, x.numel()).bool(), x, x.shape) if rest.numel() else None
+        if needed[residual] and inputs[residual] is None:
             # Its values are not needed: the activation's decisions are kept.
-            inputs[_RESIDUAL] = torch.zeros_like(x).requires_grad_()
+            inputs[residual] = torch.zeros_like(x).requires_grad_()
 
         def formula(x, _, __, weight, bias, residual, ___, blanked, ____):
-            if flags[0]:
-                centre, variance = _statistics(x, blanked)
-                # The same value as forward's, whose eps is not kept.
-                deviation = (variance + (inverse**-2 - variance).detach()).rsqrt()
-            else:
-                centre, deviation = mean, inverse
-            v = _affine((x - _wide(centre, x)) * _wide(deviation, x), weight, bias, residual)
-            y = torch.where(bits, v, 0) if bits is not None else _ACTIVATIONS[activation](v)
+            v = _normalized(x, mean, inverse, blanked, flags[0])
+            v = _affine(v, weight, bias, residual)
+            y = torch.where(passes, v, 0) if passes is not None else _ACTIVATIONS[words[0]](v)
             return _without(y.to(x.dtype), blanked)
 
         return formula_gradients(formula, inputs, needed, gradient)
+
+
+class _PoolFunction(Function):
+    def arguments(self, words, flags, numbers):
+        return *words, *flags, *numbers
+
+    def formula_gradients(self, kept, words, flags, needed, gradient):
+        """The same. The max-pool takes the values that forward chose."""
+        *inputs, saved = kept
+        x = inputs[0]
+        mean, inverse, rest = _unpacked(saved, x)
+        shape = torch.Size((*x.shape[:-2], (x.shape[-2] + 1) // 2, (x.shape[-1] + 1) // 2))
+        places = _places(_in_order(rest[: shape.numel()], x, shape), x)
+
+        def formula(x, _, __, weight, bias, ___, blanked, ____):
+            v = _affine(_normalized(x, mean, inverse, blanked, flags[0]), weight, bias, None)
+            u = _ACTIVATIONS[words[0]](v).to(x.dtype)
+            y = u.flatten(-2).gather(-1, places.flatten(-2)).view(places.shape)
+            return _without(y, blanked)
+
+        return formula_gradients(formula, inputs, needed, gradient)
+
+
+def _normalized(x, mean, inverse, blanked, training):
+    """The statistics as functions of x in training, with forward's values."""
+    if training:
+        mean, variance = _statistics(x, blanked)
+        # The same value as forward's, whose eps is not kept.
+        inverse = (variance + (inverse**-2 - variance).detach()).rsqrt()
+    return (x - _wide(mean, x)) * _wide(inverse, x)
+
+
+def _places(choices: Tensor, x: Tensor) -> Tensor:
+    """For each output of the max-pool, the pixel that it took."""
+    h, w = (torch.arange(size, device=x.device) for size in choices.shape[-2:])
+    choices = choices.long()
+    rows = 2 * h[:, None] - 1 + choices // 3
+    return rows * x.shape[-1] + 2 * w - 1 + choices % 3
 
 
 def _wide(channels: Tensor, x: Tensor) -> Tensor:
@@ -146,19 +182,24 @@ def _statistics(x: Tensor, blanked: Tensor | None) -> tuple[Tensor, Tensor]:
     return mean, squares.sum(dims) / count
 
 
-def _unpacked(saved: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What forward saved: mean, 1 / deviation, and where the gradient passes, or None."""
+def _unpacked(saved: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What forward saved: mean, 1 / deviation, and the bytes of its decisions."""
     shape = (x.shape[0], x.shape[2]) if x.dim() == 5 else (x.shape[1],)
     count = shape[0] * shape[-1] if x.dim() == 5 else shape[0]
     mean, inverse = saved[: 2 * count].reshape(2, *shape)
-    bits = saved[2 * count :].view(torch.uint8)
-    if not bits.numel():
-        return mean, inverse, None
-    values = (bits[:, None] >> torch.arange(8, device=x.device)) & 1
-    values = values.flatten()[: x.numel()].bool()
+    return mean, inverse, saved[2 * count :].view(torch.uint8)
+
+
+def _bits(values: Tensor, count: int) -> Tensor:
+    return ((values[:, None] >> torch.arange(8, device=values.device)) & 1).flatten()[:count]
+
+
+def _in_order(values: Tensor, x: Tensor, shape) -> Tensor:
+    """Saved values of an image, in the order of x's memory."""
     if x.stride(-3) == 1 and x.shape[-3] > 1:
-        return mean, inverse, values.view(x.movedim(-3, -1).shape).movedim(-1, -3)
-    return mean, inverse, values.view(x.shape)
+        *lead, c, h, w = shape
+        return values.view(*lead, h, w, c).movedim(-1, -3)
+    return values.view(shape)
 
 
 def _formula(
@@ -192,6 +233,15 @@ def _formula(
     return _without(_ACTIVATIONS[activation](v).to(x.dtype), blanked)
 
 
+def _pool_formula(x, running_mean, running_var, weight, bias, tracked, blanked, group, *others):
+    inputs = (x, running_mean, running_var, weight, bias, tracked, blanked, group)
+    _ops.BATCH_NORM_ACT_POOL.check(inputs, others[:1])
+    statistics = (x, running_mean, running_var, weight, bias)
+    y = _formula(*statistics, None, tracked, blanked, group, *others)
+    pooled = F.max_pool2d(y.flatten(0, -4), 3, 2, 1)
+    return pooled.reshape(*x.shape[:-2], *pooled.shape[-2:])
+
+
 @torch.no_grad()
 def _update(running_mean, running_var, mean, variance, factor, x, blanked):
     """The running statistics; streams with fewer than two values keep theirs."""
@@ -205,8 +255,5 @@ def _update(running_mean, running_var, mean, variance, factor, x, blanked):
         running.copy_(torch.where(count > 1, updated, running))
 
 
-_RESIDUAL, _BLANKED = (
-    [rule.name for rule in _ops.BATCH_NORM_ACT.inputs].index(name)
-    for name in ("residual", "blanked")
-)
 _call = _BatchNormFunction(_ops.BATCH_NORM_ACT, _formula)
+_call_pool = _PoolFunction(_ops.BATCH_NORM_ACT_POOL, _pool_formula)

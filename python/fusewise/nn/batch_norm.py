@@ -30,6 +30,8 @@ class BatchNormAct2d(torch.nn.Module):
         process_group: a `torch.distributed` group whose processes share the statistics of a
             training step, as with `torch.nn.SyncBatchNorm`; None: no other process takes part.
             Copies of the module keep it, pickled ones do not.
+        max_pool: whether a max-pool of 3x3 values with stride 2 and padding 1 follows, as at the
+            start of a ResNet; then there is no residual.
     """
 
     _version = 2  # as that of BatchNorm2d: checkpoints of version 1 have no num_batches_tracked
@@ -43,6 +45,7 @@ class BatchNormAct2d(torch.nn.Module):
         affine: bool = True,
         track_running_stats: bool = True,
         process_group=None,
+        max_pool: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -51,6 +54,7 @@ class BatchNormAct2d(torch.nn.Module):
         one_of("activation", activation, BATCH_NORM_ACT.choices["activation"])
         true_or_false("affine", affine)
         true_or_false("track_running_stats", track_running_stats)
+        true_or_false("max_pool", max_pool)
         floating(dtype)
         self.num_features = num_features
         self.activation = activation
@@ -59,6 +63,7 @@ class BatchNormAct2d(torch.nn.Module):
         self.affine = affine
         self.track_running_stats = track_running_stats
         self.process_group = process_group
+        self.max_pool = max_pool
         kind = {"device": device, "dtype": dtype}
 
         def parameter():
@@ -77,7 +82,7 @@ class BatchNormAct2d(torch.nn.Module):
 
     @classmethod
     def from_batch_norm(
-        cls, norm: torch.nn.BatchNorm2d, activation: str = "relu"
+        cls, norm: torch.nn.BatchNorm2d, activation: str = "relu", max_pool: bool = False
     ) -> "BatchNormAct2d":
         """Makes a BatchNormAct2d that shares the parameters and buffers of a `BatchNorm2d`, and
         starts in the same mode (train or eval)."""
@@ -85,13 +90,13 @@ class BatchNormAct2d(torch.nn.Module):
             kind = f"{type(norm).__module__}.{type(norm).__qualname__}"
             raise TypeError(f"norm: expected torch.nn.BatchNorm2d, got {kind}")
         unhooked("norm", norm)
-        made = cls(*_arguments(norm, activation), device="meta")
+        made = cls(*_arguments(norm, activation), max_pool=max_pool, device="meta")
         _share(norm, made)
         return made
 
     def to_batch_norm(self) -> torch.nn.BatchNorm2d:
         """Makes a `torch.nn.BatchNorm2d` that shares the parameters and buffers. It lacks the
-        activation, which belongs behind it."""
+        activation and the max-pool, which belong behind it."""
         number, _, *others = _arguments(self, self.activation)
         made = torch.nn.BatchNorm2d(number, *others, device="meta")
         _share(self, made)
@@ -136,6 +141,7 @@ class BatchNormAct2d(torch.nn.Module):
             momentum=self.momentum,
             eps=self.eps,
             num_batches_tracked=self.num_batches_tracked if tracks else None,
+            max_pool=self.max_pool,
             process_group=self.process_group if self.training else None,
         )
 
@@ -154,7 +160,7 @@ class BatchNormAct2d(torch.nn.Module):
         return (
             f"{self.num_features}, activation={self.activation!r}, eps={self.eps}, "
             f"momentum={self.momentum}, affine={self.affine}, "
-            f"track_running_stats={self.track_running_stats}"
+            f"track_running_stats={self.track_running_stats}" + ", max_pool=True" * self.max_pool
         )
 
 

@@ -10,8 +10,10 @@
 
 #include "common/divide.h"
 #include "cuda/batch_norm/activation.cuh"
+#include "cuda/batch_norm/coefficients.cuh"
 #include "cuda/batch_norm/divisor.cuh"
 #include "cuda/batch_norm/finish.cuh"
+#include "cuda/batch_norm/image.cuh"
 #include "cuda/device.h"
 #include "cuda/launch.cuh"
 
@@ -20,29 +22,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-
-/// Where a value is.
-struct Place {
-  Index s, n, c, h, w;
-};
-
-struct Image {
-  void* data;
-  Index s, n, c, h, w;  // strides
-
-  template <typename T>
-  __device__ __forceinline__ T* at(const Place& p) const {
-    return static_cast<T*>(data) + p.s * s + p.n * n + p.c * c + p.h * h + p.w * w;
-  }
-  template <typename T>
-  __device__ __forceinline__ Accumulator<T> get(const Place& p) const {
-    return to_accumulator<Accumulator<T>>(*at<const T>(p));
-  }
-  template <typename T>
-  __device__ __forceinline__ void set(const Place& p, Accumulator<T> value) const {
-    *at<T>(p) = from_accumulator<T>(value);
-  }
-};
 
 struct Arguments {
   Image x, residual, y;     // residual may be absent
@@ -302,13 +281,6 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- host
 
-Image image(const TensorView& t) {
-  if (!t.defined()) return {};
-  const int r = t.rank;
-  const Index stream = r == 5 ? t.strides[0] : 0;
-  return {t.data, stream, t.strides[r - 4], t.strides[r - 3], t.strides[r - 2], t.strides[r - 1]};
-}
-
 Arguments arguments(const Context& context, const TensorView& x, const TensorView& blanked,
                     const TensorView& passes, Activation activation) {
   const int r = x.rank;
@@ -364,37 +336,47 @@ Launch second_pass(const Context& context, const Arguments& a) {
 
 }  // namespace
 
+template <typename T>
+void general_coefficients(const Context& context, const TensorView& x, const TensorView& blanked,
+                          const ForwardChannels& f, Coefficients<Accumulator<T>>* out) {
+  using A = Accumulator<T>;
+  const Arguments a = arguments(context, x, blanked, {}, Activation::identity);
+  const PartMemory<A> memory(context, f.streams, f.own() ? a.slabs : 0, f.channels);
+  const MomentParts<A> parts = memory.moments();
+  if (f.own()) {
+    launch_kernel(first_pass(context, a, f.channels), "computing moments", moments_kernel<T>, a,
+                  parts, f.training ? f.tracked : nullptr);
+  }
+  launch_finish<T>(context, f, parts, out);
+}
+
+#define FUSEWISE_INSTANTIATE(T)                                                               \
+  template void general_coefficients<T>(const Context&, const TensorView&, const TensorView&, \
+                                        const ForwardChannels&, Coefficients<Accumulator<T>>*)
+FUSEWISE_INSTANTIATE(float);
+FUSEWISE_INSTANTIATE(double);
+FUSEWISE_INSTANTIATE(__half);
+FUSEWISE_INSTANTIATE(__nv_bfloat16);
+#undef FUSEWISE_INSTANTIATE
+
 void general_run(const Context& context, const BatchNormActForward& call) {
   Arguments a = arguments(context, call.x, call.blanked, call.passes, call.activation);
   a.residual = image(call.residual);
   a.y = image(call.y);
   const ForwardChannels f = channels_of(call);
   dispatch_dtype(call.x.dtype, [&]<typename T>(T) {
-    using A = Accumulator<T>;
-    const Scratch<Coefficients<A>> coefficients(context, f.streams * f.channels);
-    const PartMemory<A> memory(context, f.streams, f.own() ? a.slabs : 0, f.channels);
-    const MomentParts<A> parts = memory.moments();
-    if (f.own()) {
-      launch_kernel(first_pass(context, a, f.channels), "computing moments", moments_kernel<T>, a,
-                    parts, f.training ? f.tracked : nullptr);
-    }
-    launch_finish<T>(context, f, parts, coefficients.data());
+    const Scratch<Coefficients<Accumulator<T>>> coefficients(context, f.streams * f.channels);
+    general_coefficients<T>(context, call.x, call.blanked, f, coefficients.data());
     launch_kernel(second_pass(context, a), "normalizing", normalize_kernel<T>, a,
                   coefficients.data());
   });
 }
 
 void general_run(const Context& context, const BatchNormStatistics& call) {
-  const Arguments a = arguments(context, call.x, call.blanked, {}, Activation::identity);
   const ForwardChannels f = channels_of(call);
   dispatch_dtype(call.x.dtype, [&]<typename T>(T) {
-    using A = Accumulator<T>;
-    const Scratch<Coefficients<A>> coefficients(context, f.streams * f.channels);
-    const PartMemory<A> memory(context, f.streams, a.slabs, f.channels);
-    const MomentParts<A> parts = memory.moments();
-    launch_kernel(first_pass(context, a, f.channels), "computing moments", moments_kernel<T>, a,
-                  parts, nullptr);
-    launch_finish<T>(context, f, parts, coefficients.data());
+    const Scratch<Coefficients<Accumulator<T>>> coefficients(context, f.streams * f.channels);
+    general_coefficients<T>(context, call.x, call.blanked, f, coefficients.data());
   });
 }
 

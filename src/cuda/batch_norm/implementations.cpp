@@ -3,6 +3,7 @@
 #include "common/operators.h"
 #include "cuda/batch_norm/cluster.cuh"
 #include "cuda/batch_norm/general.cuh"
+#include "cuda/batch_norm/pool.cuh"
 #include "cuda/batch_norm/two_pass.cuh"
 
 namespace fusewise::cuda {
@@ -15,6 +16,11 @@ constexpr Implementation<Call> kList[] = {
     {"two_pass", two_pass_declines, two_pass_run},
     {"general", [](const Context&, const Call&) { return std::string(); }, general_run}};
 
+template <typename Call>
+constexpr Implementation<Call> kPoolList[] = {
+    {"channels_last", pool_channels_last_declines, pool_channels_last_run},
+    {"general", [](const Context&, const Call&) { return std::string(); }, pool_general_run}};
+
 constexpr Implementation<BatchNormStatistics> kStatistics[] = {
     {"two_pass", two_pass_declines, two_pass_run},
     {"general", [](const Context&, const BatchNormStatistics&) { return std::string(); },
@@ -25,6 +31,12 @@ constexpr Implementation<BatchNormStatistics> kStatistics[] = {
 Implementations<BatchNormActForward> batch_norm_act_forward() { return kList<BatchNormActForward>; }
 Implementations<BatchNormActBackward> batch_norm_act_backward() {
   return kList<BatchNormActBackward>;
+}
+Implementations<BatchNormActPoolForward> batch_norm_act_pool_forward() {
+  return kPoolList<BatchNormActPoolForward>;
+}
+Implementations<BatchNormActPoolBackward> batch_norm_act_pool_backward() {
+  return kPoolList<BatchNormActPoolBackward>;
 }
 Implementations<BatchNormStatistics> batch_norm_statistics() { return kStatistics; }
 

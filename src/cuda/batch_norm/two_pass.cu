@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "common/divide.h"
+#include "cuda/batch_norm/coefficients.cuh"
 #include "cuda/batch_norm/finish.cuh"
 #include "cuda/batch_norm/units.cuh"
 #include "cuda/device.h"
@@ -332,16 +333,22 @@ std::string two_pass_declines(const Context&, const BatchNormStatistics& call) {
   return dense_decline({&call.x}, false);
 }
 
+void two_pass_coefficients(const Context& context, const TensorView& x, const TensorView& blanked,
+                           const ForwardChannels& f, Coefficients<float>* out) {
+  const Passes p(context, x, blanked);
+  const PartMemory<float> memory(context, f.streams, p.cut.slabs, f.channels);
+  dispatch(x, false, [&]<typename T>(T, auto planar, auto) {
+    launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
+                  static_cast<const T*>(x.data), memory.moments(),
+                  f.training ? f.tracked : nullptr);
+    launch_finish<T>(context, f, memory.moments(), out);
+  });
+}
+
 void two_pass_run(const Context& context, const BatchNormStatistics& call) {
   const ForwardChannels f = channels_of(call);
-  const Passes p(context, call.x, call.blanked);
-  const PartMemory<float> memory(context, f.streams, p.cut.slabs, f.channels);
   const Scratch<Coefficients<float>> coefficients(context, f.streams * f.channels);
-  dispatch(call.x, false, [&]<typename T>(T, auto planar, auto) {
-    launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
-                  static_cast<const T*>(call.x.data), memory.moments(), nullptr);
-    launch_finish<T>(context, f, memory.moments(), coefficients.data());
-  });
+  two_pass_coefficients(context, call.x, call.blanked, f, coefficients.data());
 }
 
 void two_pass_run(const Context& context, const BatchNormActForward& call) {
