@@ -85,14 +85,19 @@ def given(case, workload, results, saved) -> Results:
     return Results(results.outputs, found)
 
 
-def expected(x, weight, bias, dy, activation, residual=None, passes=None) -> dict[str, Expected]:
+def expected(
+    x, weight, bias, dy, activation, residual=None, passes=None, running=None
+) -> dict[str, Expected]:
     """y and all gradients, by name, with their scales; in fp64. `passes`: where relu and relu6 let
-    the gradient through, if that is not where the reference does."""
+    the gradient through, if that is not where the reference does. `running`: mean and variance in
+    inference."""
     dtype = x.dtype
     x, weight, bias, dy = (t.detach().double() for t in (x, weight, bias, dy))
     added = 0 if residual is None else residual.detach().double()
-    count = x.numel() // x.shape[1]
+    count = max(1, x.numel() // x.shape[1])
     mean, variance = x.mean(_PIXELS), x.var(_PIXELS, correction=0)
+    if running is not None:
+        mean, variance = (t.detach().double() for t in running)
     inverse = (variance + _EPS).rsqrt()
     n = (x - _wide(mean)) * _wide(inverse)
     v = (n * _wide(weight) + _wide(bias) + added).requires_grad_()
@@ -103,20 +108,23 @@ def expected(x, weight, bias, dy, activation, residual=None, passes=None) -> dic
         dv = torch.where(passes, dy, 0)
     dbias, dweight = dv.sum(_PIXELS), (dv * n).sum(_PIXELS)
     gain = _wide(weight * inverse)
-    dx = gain * (dv - _wide(dbias / count) - n * _wide(dweight / count))
+    own = running is None
+    dx = gain * (dv - own * (_wide(dbias / count) + n * _wide(dweight / count)))
 
     # Upper-case names are sums of |terms|, propagated to first order.
-    M = x.abs().mean(_PIXELS)
+    M = x.abs().mean(_PIXELS) if own else torch.zeros_like(mean)
     N = (x.abs() + _wide(mean.abs() + M)) * _wide(inverse)
     V = N * _wide(weight.abs()) + _wide(bias.abs()) + (added.abs() if residual is not None else 0)
     smooth = activation in ("silu", "hardswish")
     DV = dy.abs() * V if smooth else torch.zeros_like(dv)
     sums, products = dv.abs().sum(_PIXELS), (dv * n).abs().sum(_PIXELS)
+    others = _wide(sums / count) + n.abs() * _wide(products / count)
+    nested = _wide(DV.mean(_PIXELS)) + N * _wide(products / count)
     terms = {
         "y": (V, _wide(weight.abs() * inverse * M)),
         "dx": (
-            gain.abs() * (dv.abs() + _wide(sums / count) + n.abs() * _wide(products / count)),
-            gain.abs() * (DV + _wide(DV.mean(_PIXELS)) + N * _wide(products / count)),
+            gain.abs() * (dv.abs() + own * others),
+            gain.abs() * (DV + own * nested),
         ),
         "dresidual": (dv.abs(), DV),
         "dweight": (products, (DV * n.abs() + dv.abs() * N).sum(_PIXELS)),

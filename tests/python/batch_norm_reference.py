@@ -1,0 +1,222 @@
+"""BatchNorm + activation in the tests: the inputs and the expected results."""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import fusewise
+from fusewise.bench.accuracy import Expected, Results, accumulator, largest
+from fusewise.bench.families.batch_norm_act import expected
+from fusewise.functional import batch_norm_act
+from reference import DTYPES, LAYOUTS, assert_right, same_bits
+
+ACTIVATIONS = {
+    "identity": lambda v: v,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+}
+MOMENTUM = 0.3
+
+
+def pooled(y):
+    """Torch's max-pool as at the start of a ResNet, of images with or without streams."""
+    result = F.max_pool2d(y.flatten(0, -4), 3, 2, 1)
+    return result.reshape(*y.shape[:-2], *result.shape[-2:])
+
+
+@dataclass
+class Case:
+    """The inputs of one call, and the gradient of its output."""
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+    dy: torch.Tensor
+    activation: str = "relu"
+    training: bool = True
+
+    @property
+    def inputs(self):
+        return self.x, self.running_mean, self.weight, self.bias, self.residual
+
+    def results(self, fn=None) -> Results:
+        """The outputs of a call and what they should be, given its decisions."""
+        names = ("x", "weight", "bias", "residual")
+        tensors = {name: getattr(self, name) for name in names}
+        tensors = {n: t.detach().requires_grad_() for n, t in tensors.items() if t is not None}
+        mean, var = self.running_mean.clone(), self.running_var.clone()
+        y = (fn or self.ours)(mean, var, **tensors)
+        found = torch.autograd.grad(y, list(tensors.values()), self.dy)
+        outputs = {"y": y.detach(), "running_mean": mean, "running_var": var}
+        outputs |= {f"d{name}": t for name, t in zip(tensors, found, strict=True)}
+        right = self.expected(outputs["y"])
+        return Results(outputs, {name: right[name] for name in outputs})
+
+    def ours(self, mean, var, x, weight=None, bias=None, residual=None):
+        options = {"activation": self.activation, "training": self.training, "momentum": MOMENTUM}
+        return batch_norm_act(x, mean, var, weight, bias, residual, **options)
+
+    def eager(self, mean, var, x, weight=None, bias=None, residual=None):
+        v = F.batch_norm(x, mean, var, weight, bias, self.training, MOMENTUM)
+        return ACTIVATIONS[self.activation](v if residual is None else v + residual)
+
+    def expected(self, y) -> dict[str, Expected]:
+        x, channels = self.x, self.x.shape[1]
+        one = torch.ones(channels, device=x.device)
+        weight = one if self.weight is None else self.weight
+        bias = 0 * one if self.bias is None else self.bias
+        passes = None
+        if self.activation in ("relu", "relu6"):
+            passes = ~(y <= 0) & (~(y >= 6) if self.activation == "relu6" else True)
+        running = None if self.training else (self.running_mean, self.running_var)
+        right = expected(x, weight, bias, self.dy, self.activation, self.residual, passes, running)
+        return right | self._expected_statistics()
+
+    def _expected_statistics(self):
+        x = self.x.double()
+        old = self.running_mean.double(), self.running_var.double()
+        new = x.mean((0, 2, 3)), x.var((0, 2, 3))
+        factor = MOMENTUM if self.training and x.numel() > x.shape[1] else 0
+        inside = largest(x) * torch.finfo(accumulator(x.dtype)).eps
+        inside /= torch.finfo(self.running_mean.dtype).eps
+        found = {}
+        for name, before, now in zip(("running_mean", "running_var"), old, new, strict=True):
+            value = (1 - factor) * before + (factor * now if factor else 0)
+            found[name] = Expected(value, largest(before) + factor * largest(now) + inside)
+        return found
+
+    def check(self, fn=None) -> Results:
+        """Checks the output, all gradients and the running statistics by the accuracy rule."""
+        ours = self.results(fn)
+        assert_right(ours, self.results(self.eager))
+        return ours
+
+    def implementations(self, max_pool=False):
+        """What can be forced for this call: first every forward that can run it, then every
+        backward."""
+        operator = "batch_norm_act_pool" if max_pool else "batch_norm_act"
+        x = self.x.detach().requires_grad_()
+        mean, var = self.running_mean.clone(), self.running_var.clone()
+        options = {"activation": self.activation, "training": self.training, "max_pool": max_pool}
+        residual = None if max_pool else self.residual
+        records = fusewise.explain(
+            lambda x: batch_norm_act(x, mean, var, self.weight, self.bias, residual, **options), x
+        )
+        return [
+            {name: entry}
+            for name, record in zip((operator, f"{operator}_backward"), records, strict=True)
+            for entry in record.able
+        ]
+
+    def check_every_implementation(self):
+        """Checks the accuracy rule and bit-identical reruns, for the default choice and for each
+        implementation that can run the call. Returns the names that were forced."""
+        checked = set()
+        for choice in ({}, *self.implementations()):
+            with fusewise.implementation(**choice), declines_dy(choice):
+                first = self.check()
+                second = self.results()
+                for name, output in first.outputs.items():
+                    assert same_bits(output, second.outputs[name]), f"{choice}: {name} in a rerun"
+                checked.update(choice.values())
+        assert checked, "no implementation could be forced"
+        return checked
+
+    def check_every_pool(self):
+        """The same for the call with a max-pool, which takes exactly the values that the call
+        without it gives. Without a residual."""
+        checked = set()
+        tensors = [t for t in (self.x, self.weight, self.bias) if t is not None]
+        for choice in ({}, *self.implementations(max_pool=True)):
+            x, *others = learned = [t.detach().requires_grad_() for t in tensors]
+            parameters = dict(zip(self._parameter_names(), others, strict=True))
+            options = {"activation": self.activation, "training": self.training, **parameters}
+
+            def call(x=x, options=options, **more):
+                statistics = self.running_mean.clone(), self.running_var.clone()
+                return batch_norm_act(x, *statistics, **options, **more)
+
+            with fusewise.implementation(**choice), declines_dy(choice):
+                y, again = call(max_pool=True), call(max_pool=True)
+                dy = torch.randn_like(y)
+                found = torch.autograd.grad(y, learned, dy)
+                for one, other in zip(found, torch.autograd.grad(again, learned, dy), strict=True):
+                    assert same_bits(one, other), f"{choice} in a rerun"
+                u = call()
+                assert_near(y, pooled(u), 2)
+                # Gradients of a pixel's windows are added before they are rounded. Where rounding
+                # decides which value is taken, the gradients differ.
+                if torch.equal(y, pooled(u)):
+                    wide = u.detach().to(accumulator(u.dtype)).requires_grad_()
+                    (du,) = torch.autograd.grad(pooled(wide), wide, dy.to(wide.dtype))
+                    right = torch.autograd.grad(u, learned, du.to(u.dtype))
+                    for one, other in zip(found, right, strict=True):
+                        assert_near(one, other, 64)
+                checked.update(choice.values())
+        assert checked, "no implementation could be forced"
+        return checked
+
+    def _parameter_names(self):
+        return [name for name in ("weight", "bias") if getattr(self, name) is not None]
+
+
+@contextlib.contextmanager
+def declines_dy(choice):
+    """`explain` does not see dy, and a forced backward may decline dy's layout."""
+    try:
+        yield
+    except RuntimeError as error:
+        backward = any(name.endswith("_backward") for name in choice)
+        if not backward or "cannot run this call" not in str(error):
+            raise
+
+
+def assert_near(found, right, factor):
+    """Within some epsilons of the largest value."""
+    if not right.numel():
+        return
+    bound = factor * torch.finfo(right.dtype).eps * (1 + largest(right.double()))
+    torch.testing.assert_close(found, right, rtol=0, atol=bound, equal_nan=True)
+
+
+def make_case(
+    shape,
+    device="cpu",
+    dtypes=DTYPES["fp32"],
+    layout="nchw",
+    dy_layout=None,
+    activation="relu",
+    residual=True,
+    affine=(True, True),
+    training=True,
+    mean=0.5,
+    deviation=2.0,
+):
+    c = shape[1]
+    x_dtype, w_dtype = dtypes
+
+    def draw(*size, dtype=w_dtype):
+        return torch.randn(size, dtype=torch.float64, device=device).to(dtype)
+
+    def image(layout, offset=0.0, factor=1.0):
+        value = torch.randn(shape, dtype=torch.float64, device=device) * factor + offset
+        return LAYOUTS[layout](value.to(x_dtype))
+
+    return Case(
+        x=image(layout, mean, deviation),
+        weight=draw(c) if affine[0] else None,
+        bias=draw(c) if affine[1] else None,
+        residual=image(layout) if residual else None,
+        running_mean=draw(c),
+        running_var=draw(c).abs() + 0.5,
+        dy=image(dy_layout or layout),
+        activation=activation,
+        training=training,
+    )

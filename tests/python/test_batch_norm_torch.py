@@ -1,0 +1,255 @@
+"""BatchNorm + activation inside torch: autocast, checkpointing, export, transforms, hooks."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusewise
+from fusewise import _ops
+from fusewise.functional import batch_norm_act
+from fusewise.nn import BatchNormAct2d
+from test_fakes import expect_as_told
+
+
+class Block(nn.Module):
+    """Convolution, BatchNorm, activation; the last two ours or torch's."""
+
+    def __init__(self, ours):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        norm = nn.BatchNorm2d(8)
+        self.norm = BatchNormAct2d.from_batch_norm(norm) if ours else nn.Sequential(norm, nn.ReLU())
+
+    def forward(self, x):
+        return self.norm(self.convolution(x))
+
+    def statistics(self):
+        return [t for name, t in self.state_dict().items() if "running" in name or "num" in name]
+
+
+def pair(device="cpu"):
+    return Block(True).to(device), Block(False).to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(device, dtype):
+    """As for torch's batch_norm: half-precision data beside float32 parameters, and float32 data as
+    it is."""
+    ours, theirs = pair(device)
+    x = torch.randn(4, 3, 6, 6, device=device)
+    with torch.autocast(device, dtype):
+        y, expected = ours(x), theirs(x)
+        assert batch_norm_act(x, None, None, training=True).dtype == torch.float32
+        assert batch_norm_act(x.double(), None, None, training=True).dtype == torch.float64
+    assert y.dtype == expected.dtype == dtype
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    y.float().sum().backward()
+    assert ours.norm.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(ours.statistics(), theirs.statistics(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+def test_checkpointing_updates_the_statistics_again(device, reentrant):
+    """The recomputation is another forward, for torch's layer as well."""
+    ours, theirs = pair(device)
+    x = torch.randn(4, 3, 6, 6, device=device, requires_grad=True)
+    gradients = []
+    for model in (ours, theirs):
+        y = checkpoint(model, x, use_reentrant=reentrant)
+        y.square().sum().backward()
+        gradients.append(x.grad.clone())
+        x.grad = None
+    torch.testing.assert_close(*gradients)
+    assert ours.norm.num_batches_tracked == theirs.norm[0].num_batches_tracked == 2
+    torch.testing.assert_close(ours.statistics(), theirs.statistics())
+
+
+def test_compile_with_the_cumulative_average(device):
+    torch._dynamo.reset()
+    ours = BatchNormAct2d(4, "silu", momentum=None, device=device)
+    theirs = nn.BatchNorm2d(4, momentum=None, device=device)
+    compiled = torch.compile(ours, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(3, 4, 5, 5, device=device, requires_grad=True)
+        y, expected = compiled(x), F.silu(theirs(x))
+        torch.testing.assert_close(y, expected)
+        found, right = (torch.autograd.grad(t.square().sum(), x)[0] for t in (y, expected))
+        torch.testing.assert_close(found, right)
+    torch.testing.assert_close(list(ours.buffers()), list(theirs.buffers()))
+
+
+def test_compile_with_sizes_that_change(device):
+    torch._dynamo.reset()
+    ours, eager = BatchNormAct2d(4, device=device), BatchNormAct2d(4, device=device)
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True)
+    for n, side in ((2, 5), (3, 6), (7, 4)):
+        x, residual = (torch.randn(n, 4, side, side, device=device) for _ in range(2))
+        torch.testing.assert_close(compiled(x, residual), eager(x, residual))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_export(device, training):
+    """The running statistics are buffers that the exported program updates."""
+    ours = BatchNormAct2d(4, device=device).train(training)
+    eager = copy.deepcopy(ours)
+    x = torch.randn(3, 4, 5, 5, device=device)
+    batch = torch.export.Dim("batch", min=2)
+    exported = torch.export.export(ours, (x,), dynamic_shapes=({0: batch},)).module()
+    other = torch.randn(6, 4, 5, 5, device=device)
+    torch.testing.assert_close(exported(other), eager(other))
+    for name, value in eager.named_buffers():
+        torch.testing.assert_close(dict(exported.named_buffers())[name], value)
+
+
+def test_gradient_penalty(device):
+    """A second backward through the statistics."""
+    penalties = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        x = torch.randn(3, 4, 3, 3, device=device, dtype=torch.float64, requires_grad=True)
+        residual = torch.randn_like(x, requires_grad=True)
+        weight = torch.randn(4, device=device, dtype=torch.float64, requires_grad=True)
+        if ours:
+            y = batch_norm_act(x, None, None, weight, None, residual, training=True)
+        else:
+            y = (F.batch_norm(x, None, None, weight, training=True) + residual).relu()
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        penalty = dx.norm()
+        penalties.append([penalty, *torch.autograd.grad(penalty, (x, weight, residual))])
+    torch.testing.assert_close(*penalties)
+
+
+def test_transforms(device):
+    """torch.func sees torch's own operators."""
+    x, t = (torch.randn(3, 4, 3, 3, device=device, dtype=torch.float64) for _ in range(2))
+
+    def ours(x):
+        return batch_norm_act(x, None, None, activation="silu", training=True)
+
+    def theirs(x):
+        return F.silu(F.batch_norm(x, None, None, training=True))
+
+    for fn in (lambda f: torch.func.jvp(f, (x,), (t,))[1], lambda f: torch.func.vjp(f, x)[1](t)[0]):
+        torch.testing.assert_close(fn(ours), fn(theirs))
+    xs = torch.stack([x, t])
+    torch.testing.assert_close(torch.func.vmap(ours)(xs), torch.stack([theirs(x), theirs(t)]))
+
+
+def test_frozen_and_partial_gradients(device):
+    norm = BatchNormAct2d(4, device=device)
+    x = torch.randn(3, 4, 3, 3, device=device)
+    norm.weight.requires_grad_(False)
+    norm(x).sum().backward()
+    assert norm.weight.grad is None and norm.bias.grad is not None
+    with torch.inference_mode():
+        assert not norm(x).requires_grad
+    norm.requires_grad_(False)
+    assert not norm(x).requires_grad
+    residual = torch.randn_like(x, requires_grad=True)
+    norm(x, residual).sum().backward()
+    assert residual.grad is not None
+
+
+def test_hooks_on_saved_tensors_may_change_strides(device):
+    norm = BatchNormAct2d(4, device=device)
+    x = torch.randn(3, 4, 5, 5, device=device, requires_grad=True)
+    residual = torch.randn_like(x)
+    (right,) = torch.autograd.grad(copy.deepcopy(norm)(x, residual).square().sum(), x)
+
+    def unpack(t):
+        return torch.stack([t, t], -1)[..., 0]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = norm(x, residual)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], right)
+
+
+def test_forced_torch_is_torchs_own(device):
+    ours, theirs = pair(device)
+    x = torch.randn(4, 3, 6, 6, device=device)
+    with fusewise.implementation("torch"):
+        torch.testing.assert_close(ours(x), theirs(x))
+        traced = torch.jit.trace(ours.eval(), x, check_trace=False)
+    torch.testing.assert_close(ours.statistics(), theirs.statistics())
+    torch.testing.assert_close(traced(x), theirs.eval()(x))
+    with pytest.raises(RuntimeError, match="torch.jit.script cannot compile"):
+        torch.jit.script(ours)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("residual", [True, False])
+def test_fakes(device, layout, residual):
+    """What tracers are told of the results."""
+    x = torch.randn(2, 5, 3, 4, device=device).to(memory_format=layout)
+    weight = torch.randn(5, device=device)
+    inputs = (x, None, None, weight, None, x.clone() if residual else None, None, None, None)
+    options = ("relu", True, 0.1, 1e-5)
+    operator = _ops.BATCH_NORM_ACT
+    for save in (False, True):
+        expect_as_told(operator.forward, *inputs, *options, save, "")
+    _, saved = operator.forward(*inputs, *options, True, "")
+    read = (x, weight, None, None, None, None, saved)
+    needed = 1 | 1 << operator.index["weight"] | 1 << operator.index["group"]
+    expect_as_told(operator.backward, x, *read, "relu", True, needed, "")
+    expect_as_told(torch.ops.fusewise._batch_norm_statistics, x, None, False, "")
+    pool = _ops.BATCH_NORM_ACT_POOL
+    inputs = (x, None, None, weight, None, None, None, None)
+    for save in (False, True):
+        expect_as_told(pool.forward, *inputs, *options, save, "")
+    y, saved = pool.forward(*inputs, *options, True, "")
+    expect_as_told(pool.backward, y, x, weight, None, None, None, saved, "relu", True, 0b1001, "")
+
+
+WRONG = {
+    "running_var: expected running_mean's dtype float32, got float64": {
+        "running_var": torch.ones(3, dtype=torch.float64)
+    },
+    "running_mean and running_var: expected both or none": {"running_var": None},
+    "weight: expected [3], got [4]": {"weight": torch.ones(4)},
+    "x: expected a floating dtype, got int64": {"x": torch.ones(2, 3, 4, 4, dtype=torch.int64)},
+    "x: expected [S, N, C, H, W] or [N, C, H, W] with S, C, H and W >= 1, got [2, 3, 0, 4]": {
+        "x": torch.ones(2, 3, 0, 4)
+    },
+    "blanked: expected dtype bool, got int64": {"blanked": torch.zeros(2, dtype=torch.int64)},
+    "blanked: expected [2], got [2, 1]": {"blanked": torch.zeros(2, 1, dtype=torch.bool)},
+    "num_batches_tracked: expected a scalar, got [1]": {
+        "num_batches_tracked": torch.zeros(1).long()
+    },
+    "num_batches_tracked: expected a tensor where momentum is None, got none": {"momentum": None},
+    "activation: expected 'identity', 'relu', 'relu6', 'silu' or 'hardswish', got 'gelu'": {
+        "activation": "gelu"
+    },
+}
+
+
+@pytest.mark.parametrize("max_pool", [False, True])
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_change_nothing(message, max_pool):
+    mean, var = torch.zeros(3), torch.ones(3)
+    arguments = {"x": torch.randn(2, 3, 4, 4), "running_mean": mean, "running_var": var}
+    with pytest.raises(RuntimeError) as raised:
+        batch_norm_act(**{**arguments, **WRONG[message]}, training=True, max_pool=max_pool)
+    assert str(raised.value) == message
+    assert (mean == 0).all() and (var == 1).all()
+
+
+def test_an_argument_of_another_kind():
+    with pytest.raises(TypeError, match="^residual: expected a tensor or None, got float$"):
+        batch_norm_act(torch.randn(2, 3, 4, 4, requires_grad=True), None, None, residual=1.0)
+
+
+def test_a_residual_of_another_layout(device):
+    x = torch.randn(2, 6, 5, 4, device=device)
+    residual = torch.randn(2, 6, 4, 5, device=device).transpose(2, 3).requires_grad_()
+    t = x.to(memory_format=torch.channels_last)
+    y = batch_norm_act(t, None, None, residual=residual, training=True)
+    expected = (F.batch_norm(x, None, None, training=True) + residual).relu()
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    found, right = (torch.autograd.grad(a, residual, dy)[0] for a in (y, expected))
+    torch.testing.assert_close(found, right)
