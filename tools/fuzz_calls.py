@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
 import torch  # noqa: E402
 
 import autoencoder_reference  # noqa: E402
+import batch_norm_reference  # noqa: E402
 import fusewise  # noqa: E402
 import linear_reference  # noqa: E402
 import reference  # noqa: E402
@@ -177,11 +178,36 @@ def draw_autoencoder(rng, device):
     return [case, *others]
 
 
+def draw_batch_norm_act(rng, device):
+    """With a max-pool too, if there is no residual."""
+    shape = batch(rng, 9), size(rng, 150), size(rng, 15), size(rng, 15)
+    training = shape[0] * shape[2] * shape[3] != 1 and rng.random() < 0.7
+    case = batch_norm_reference.make_case(
+        shape,
+        device,
+        draw_dtypes(rng),
+        activation=rng.choice(sorted(batch_norm_reference.ACTIVATIONS)),
+        residual=rng.random() < 0.5,
+        affine=(rng.random() < 0.7, rng.random() < 0.7),
+        training=training,
+        mean=rng.choice((0.0, 0.5, 30.0)),
+    )
+    x = relaid(rng, case.x)
+    # Equal values leave a BatchNorm only noise.
+    if x.numel() and (not training or x.double().std((0, 2, 3)).min() > 0.1):
+        case.x = x
+    case.dy = relaid(rng, case.dy)
+    if case.residual is not None:
+        case.residual = relaid(rng, case.residual)
+    return [case]
+
+
 OPERATORS = {
     "squeeze_excite": draw_squeeze_excite,
     "linear_act": draw_linear_act,
     "mlp": draw_mlp,
     "autoencoder": draw_autoencoder,
+    "batch_norm_act": draw_batch_norm_act,
 }
 
 
@@ -198,13 +224,16 @@ def drawn(operator, device, seed, number, redraw=0):
 def check(case, *others):
     """Checks the accuracy rule for every implementation, and under autocast."""
     case.check_every_implementation(*others)
+    if isinstance(case, batch_norm_reference.Case) and case.residual is None:
+        case.check_every_pool()
     if case.x.dtype != case.inputs[1].dtype:
         check_under_autocast(case, *others)
 
 
 def check_under_autocast(case, *others):
     """Runs on float32 data that is exact in half precision, so that the same reference holds."""
-    scales_x = isinstance(case, reference.Case)  # squeeze_excite keeps x's dtype
+    # These keep x's dtype.
+    scales_x = isinstance(case, (reference.Case, batch_norm_reference.Case))
 
     def under_autocast(fn):
         def call(x, *rest, **options):
@@ -221,6 +250,12 @@ def check_together(case, *others, wrap=lambda fn: fn):
     if isinstance(case, autoencoder_reference.Case):
         fn = wrap(autoencoder_reference.autoencoder)
         autoencoder_reference.check_together(case, *others, fn=fn)
+    elif isinstance(case, batch_norm_reference.Case):
+
+        def call(mean, var, x, **others):
+            return wrap(lambda x: case.ours(mean, var, x, **others))(x)
+
+        case.check(call)
     elif isinstance(case, linear_reference.Case):
         linear_reference.check_together(case, *others, fn=wrap(case.ours))
     else:

@@ -30,8 +30,9 @@ FAMILIES = {
     "squeeze_excite": Family(("squeeze_excit",), ("squeeze_excite",)),
     "linear": Family(("linear", "mlp", "gemm"), ("linear_act", "mlp")),
     "autoencoder": Family(("autoencoder",), ("autoencoder",), uses=("linear",)),
+    "batch_norm": Family(("batch_norm",), ("batch_norm_act",)),
 }
-FUZZED = ("squeeze_excite", "linear_act", "mlp", "autoencoder")
+FUZZED = ("squeeze_excite", "linear_act", "mlp", "autoencoder", "batch_norm_act")
 FUZZ_CALLS = 300
 
 

@@ -160,10 +160,55 @@ def autoencoder_calls() -> int:
     return done + sum(autoencoder_many_rows(WARPGROUP_ROWS, dtype) for dtype in dtypes)
 
 
+def batch_norm_call(shape, dtype, layout, max_pool) -> int:
+    """Every activation and implementation, with a residual or a max-pool, in both directions."""
+    done = 0
+    x = torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=layout)
+    weight, bias = (torch.randn(shape[1], device="cuda") for _ in range(2))
+    statistics = torch.zeros(shape[1], device="cuda"), torch.ones(shape[1], device="cuda")
+    learned = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    residual = None if max_pool else torch.randn_like(x)
+    name = "batch_norm_act_pool" if max_pool else "batch_norm_act"
+    for activation in ("identity", "relu", "relu6", "silu", "hardswish"):
+
+        def call(x, activation=activation):
+            return fusewise.functional.batch_norm_act(
+                x,
+                *statistics,
+                weight,
+                bias,
+                residual,
+                activation=activation,
+                training=True,
+                max_pool=max_pool,
+            )
+
+        forward, backward = fusewise.explain(call, x)
+        for choice in itertools.zip_longest(forward.able, backward.able, fillvalue=""):
+            names = dict(zip((name, f"{name}_backward"), choice, strict=True))
+            with fusewise.implementation(**names):
+                y = call(x)
+                torch.autograd.grad(y, learned, torch.ones_like(y))
+            done += 1
+    return done
+
+
+def batch_norm_calls() -> int:
+    return sum(
+        batch_norm_call(shape[:4], dtype, layout, max_pool)
+        for shape in SHAPES
+        if shape[0] * shape[2] * shape[3] > 1
+        for dtype in (torch.float16, torch.float32)
+        for layout in LAYOUTS
+        for max_pool in (False, True)
+    )
+
+
 FAMILIES = {
     "squeeze_excite": squeeze_excite_calls,
     "linear": linear_act_calls,
     "autoencoder": autoencoder_calls,
+    "batch_norm": batch_norm_calls,
 }
 
 if __name__ == "__main__":

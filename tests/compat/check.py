@@ -150,6 +150,40 @@ def autoencoder():
     torch.testing.assert_close(exported.module()(x.float()), module(x.float()))
 
 
+def batch_norm():
+    """Every dtype, activation and layout against torch's own layers; traced, exported, compiled."""
+    functional = torch.nn.functional
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        for name in ("identity", "relu", "relu6", "silu", "hardswish"):
+            for layout in (torch.contiguous_format, torch.channels_last):
+                x, residual = (
+                    torch.randn((3, 9, 5, 4), generator=generator).to(dtype, memory_format=layout)
+                    for _ in range(2)
+                )
+                tensors = [t.requires_grad_() for t in (x, residual)]
+                y = fusewise.functional.batch_norm_act(
+                    x, None, None, residual=residual, activation=name, training=True
+                )
+                v = functional.batch_norm(x, None, None, training=True) + residual
+                eager = v if name == "identity" else getattr(functional, name)(v)
+                tolerance = 60 * torch.finfo(dtype).eps
+                torch.testing.assert_close(y, eager, atol=tolerance, rtol=tolerance)
+                assert y.is_contiguous(memory_format=layout)
+                torch.autograd.grad(y, tensors, torch.ones_like(y))
+    for max_pool in (False, True):
+        module = fusewise.nn.BatchNormAct2d(8, max_pool=max_pool)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        x = torch.randn(4, 8, 6, 6)
+        compiled(x).sum().backward()
+        assert module.num_batches_tracked == 1
+        exported = torch.export.export(
+            module.eval(), (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},)
+        )
+        other = torch.randn(7, 8, 6, 6)
+        torch.testing.assert_close(exported.module()(other), module(other))
+
+
 def bad_input():
     """Errors keep their words."""
     try:
@@ -174,6 +208,7 @@ if __name__ == "__main__":
         linear_layers,
         linear_modules,
         autoencoder,
+        batch_norm,
         bad_input,
     ):
         test()

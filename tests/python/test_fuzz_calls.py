@@ -30,7 +30,7 @@ def fuzz(monkeypatch):
 def test_calls_of_every_operator_are_right(fuzz, device, capsys):
     assert fuzz.main([f"--device={device}", "--seed=1", "--calls=12"]) == 0
     said = capsys.readouterr().out
-    for operator in ("squeeze_excite", "linear_act", "mlp", "autoencoder"):
+    for operator in ("squeeze_excite", "linear_act", "mlp", "autoencoder", "batch_norm_act"):
         assert f"{operator}: 12 calls, 0 failed, seed 1" in said
 
 
