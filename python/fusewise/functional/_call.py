@@ -61,12 +61,13 @@ class Function:
             else:
                 y = self._forward(*tensors, *words, *flags, *numbers, False, forced)[0]
         except (RuntimeError, ValueError) as error:
-            raise self._clear(error, tensors, words) from None
+            raise self.clear(error, tensors, words) from None
         if settings.records is not None:
             self.record(tensors, words, (*flags, *numbers), wants_gradient)
         return y
 
-    def _clear(self, error, tensors, words):
+    def clear(self, error, tensors, words):
+        """The error that the user should see."""
         named = zip((rule.name for rule in self.operator.inputs), tensors, strict=True)
         return self.operator.wrong_type(tensors, words) or _ops.rephrased(error, **dict(named))
 

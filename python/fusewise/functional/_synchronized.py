@@ -45,8 +45,8 @@ def synchronized(function, tensors, words, flags, numbers, process_group) -> Ten
     call = (function, words, flags, numbers, forced, forced_backward, process_group)
     try:
         y = _direct_apply(call, *tensors)
-    except AttributeError as error:
-        raise function.operator.wrong_type(tensors, words) or error from None
+    except (RuntimeError, ValueError, AttributeError) as error:
+        raise function.clear(error, tensors, words) from None
     if settings.records is not None:
         x = tensors[0]
         shape = (*x.shape[:-4], 3, x.shape[-3])

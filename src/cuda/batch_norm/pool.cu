@@ -508,7 +508,7 @@ void run(const Context& context, const BatchNormActPoolBackward& call) {
 }
 
 /// Why 16 bytes of neighbouring channels cannot be accessed at once, or empty.
-std::string declines(std::initializer_list<const TensorView*> images) {
+std::string declines(std::initializer_list<const TensorView*> images, const TensorView& choices) {
   const TensorView& x = **images.begin();
   if (x.dtype == DType::f64) return "it has no float64 kernels";
   if (!has_adjacent_channels(x)) return "it takes channels-last images";
@@ -528,6 +528,9 @@ std::string declines(std::initializer_list<const TensorView*> images) {
       return "an image does not start on a 16-byte boundary";
     }
   }
+  if (reinterpret_cast<std::uintptr_t>(choices.data) % width != 0) {
+    return "the choices do not start on a boundary of as many bytes as 16 bytes have values";
+  }
   return {};
 }
 
@@ -543,10 +546,10 @@ void run_general(const Context& context, const Call& call) {
 }  // namespace
 
 std::string pool_channels_last_declines(const Context&, const BatchNormActPoolForward& call) {
-  return declines({&call.x, &call.y});
+  return declines({&call.x, &call.y}, call.choices);
 }
 std::string pool_channels_last_declines(const Context&, const BatchNormActPoolBackward& call) {
-  return declines({&call.x, &call.dy, &call.dx});
+  return declines({&call.x, &call.dy, &call.dx}, call.choices);
 }
 void pool_channels_last_run(const Context& context, const BatchNormActPoolForward& call) {
   run_channels_last(context, call);
