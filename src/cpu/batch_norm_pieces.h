@@ -13,8 +13,9 @@ namespace fusewise::cpu::batch_norm {
 using Index = std::int64_t;
 
 constexpr Index kPlaneElements = 4 * 1024;  // NCHW: a piece that fits L1, for it is read twice
-constexpr Index kRowElements = 16 * 1024;   // channels-last: a piece that fits L2
+constexpr Index kRowElements = 64 * 1024;   // channels-last: a piece that fits L2
 constexpr Index kPieceRows = 32;            // fewer rows would make partial sums too expensive
+constexpr Index kMostPieceRows = 128;       // more would make sums of float32 inexact
 constexpr Index kShortRow = 128;            // channels-last: rows shorter than this are joined
 constexpr Index kJoinedRow = 16;            // to a multiple of the widest vector
 constexpr Index kStreamBytes = 16 << 20;    // outputs this large bypass the caches
@@ -80,7 +81,7 @@ struct Geometry {
     } else {
       if (dense && channels % kJoinedRow != 0) joined = kJoinedRow / std::gcd(channels, kJoinedRow);
       if (dense && row() < kShortRow) joined *= (kShortRow + row() - 1) / row();
-      chunk = joined * std::max(kPieceRows, kRowElements / row());
+      chunk = joined * std::clamp(kRowElements / row(), kPieceRows, kMostPieceRows);
     }
     chunks = (pixels + chunk - 1) / chunk;
     pieces = (samples + group - 1) / group * chunks;
