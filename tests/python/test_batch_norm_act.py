@@ -7,16 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import fusewise
+from batch_norm_reference import ACTIVATIONS
 from fusewise.functional import batch_norm_act
 from fusewise.nn import BatchNormAct2d
 
-ACTIVATIONS = {
-    "identity": lambda v: v,
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "silu": F.silu,
-    "hardswish": F.hardswish,
-}
 LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 
 

@@ -8,16 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusewise
+from batch_norm_reference import ACTIVATIONS, pooled
 from fusewise.functional import batch_norm_act
 from fusewise.nn import BatchNormAct2d
-from test_batch_norm_act import ACTIVATIONS, LAYOUTS, new, running
+from test_batch_norm_act import LAYOUTS, new, running
 
 SIZES = [(2, 4, 8, 8), (1, 3, 7, 5), (2, 1, 1, 6), (3, 5, 9, 1), (2, 65, 3, 4), (1, 2, 1, 2)]
-
-
-def pooled(y):
-    result = F.max_pool2d(y.flatten(0, -4), 3, 2, 1)
-    return result.view(*y.shape[:-2], *result.shape[-2:])
 
 
 def implementations():
