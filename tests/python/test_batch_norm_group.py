@@ -59,19 +59,21 @@ def _step(samples, group, options, dtype, layout, streams):
     if options.get("max_pool"):
         dy = dy[..., :2, :2]
     inputs = [t.requires_grad_() for t in (x, weight, bias, residual)]
-    y = batch_norm_act(
-        x,
-        mean,
-        var,
-        weight,
-        bias,
-        residual if options.pop("residual", True) else None,
-        training=True,
-        num_batches_tracked=tracked,
-        blanked=blanked,
-        process_group=group,
-        **options,
-    )
+    unpack = torch.Tensor.contiguous if options.pop("hooks", False) and group else lambda t: t
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = batch_norm_act(
+            x,
+            mean,
+            var,
+            weight,
+            bias,
+            residual if options.pop("residual", True) else None,
+            training=True,
+            num_batches_tracked=tracked,
+            blanked=blanked,
+            process_group=group,
+            **options,
+        )
     found = torch.autograd.grad(y, inputs, dy, allow_unused=True)
     return {
         "local": [y, found[0], *[t for t in found[3:] if t is not None]],
@@ -90,6 +92,7 @@ CASES = {
     "channels_last": {"layout": torch.channels_last, "activation": "relu6"},
     "max_pool": {"max_pool": True, "residual": False, "layout": torch.channels_last},
     "streams": {"streams": True, "blanked": True},
+    "hooks that change the layout": {"layout": torch.channels_last, "hooks": True},
 }
 
 

@@ -155,18 +155,45 @@ def test_frozen_and_partial_gradients(device):
     assert residual.grad is not None
 
 
-def test_hooks_on_saved_tensors_may_change_strides(device):
-    norm = BatchNormAct2d(4, device=device)
-    x = torch.randn(3, 4, 5, 5, device=device, requires_grad=True)
-    residual = torch.randn_like(x)
-    (right,) = torch.autograd.grad(copy.deepcopy(norm)(x, residual).square().sum(), x)
+def unstacked(t):
+    return torch.stack([t, t], -1)[..., 0]
 
-    def unpack(t):
-        return torch.stack([t, t], -1)[..., 0]
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-        y = norm(x, residual)
-    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], right)
+def contiguous(t):
+    """What save_on_cpu(pin_memory=True) does to a layout."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def channels_last(t):
+    return t.movedim(-3, -1).contiguous().movedim(-1, -3) if t.dim() > 3 else t
+
+
+@pytest.mark.parametrize("hook", [unstacked, contiguous, channels_last])
+@pytest.mark.parametrize("adjacent", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("streams", [(), (2,)], ids=["one", "two"])
+@pytest.mark.parametrize("max_pool", [False, True], ids=["residual", "pool"])
+def test_hooks_on_saved_tensors_may_change_strides(device, hook, adjacent, streams, max_pool):
+    """Backward takes forward's decisions in the order of forward's x, a second backward too."""
+    x, residual = torch.randn(2, *streams, 3, 4, 5, 6, device=device, dtype=torch.float64)
+    if adjacent:
+        x = channels_last(x)
+    x.requires_grad_()
+    if max_pool:
+        residual = None
+
+    def loss():
+        y = batch_norm_act(x, None, None, residual=residual, training=True, max_pool=max_pool)
+        return y.pow(3).sum()
+
+    def differentiated(value):
+        (dx,) = torch.autograd.grad(value, x, create_graph=True)
+        (once,) = torch.autograd.grad(value, x, retain_graph=True)
+        return once, dx, *torch.autograd.grad(dx.square().sum(), x)
+
+    right = differentiated(loss())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, hook):
+        hooked = loss()
+    torch.testing.assert_close(differentiated(hooked), right)
 
 
 def test_forced_torch_is_torchs_own(device):

@@ -274,7 +274,7 @@ class Operator:
             return tensors[0].new_empty(shape, dtype=wide_dtype(tensors[0]))
         same = (t for r, t in zip(inputs, tensors, strict=True) if r.type == rule.type)
         result = next(same).new_empty(shape)
-        if rule.layout == "any" and len(shape) >= 4 and _has_adjacent_channels(tensors[0]):
+        if rule.layout == "any" and len(shape) >= 4 and has_adjacent_channels(tensors[0]):
             return torch.empty_like(result.movedim(-3, -1).contiguous()).movedim(-1, -3)
         return result
 
@@ -298,7 +298,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _has_adjacent_channels(x: Tensor) -> bool:
+def has_adjacent_channels(x: Tensor) -> bool:
     """Whether an image is channels-last, as the core sees it."""
     return x.shape[-3] > 1 and x.stride(-3) == 1
 

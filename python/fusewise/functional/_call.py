@@ -29,6 +29,11 @@ class Function:
     defaults to `formula`.
     """
 
+    arranged = None
+    """A method of operators that save values in the order of x's memory. `arranged(kept, adjacent)`
+    gives what was kept in the layout that x had in forward: hooks on saved tensors may change it.
+    """
+
     def __init__(self, operator: _ops.Operator, formula: Callable, plain: Callable | None = None):
         self.operator = operator
         self.name = operator.name
@@ -129,6 +134,8 @@ class _Call(torch.autograd.Function):
         y, saved = operator.forward(*tensors, *words, *flags, *numbers, True, forced)
         ctx.call = call
         ctx.passed_on = function.passed_on(words, tensors)
+        if function.arranged is not None:
+            ctx.adjacent = _ops.has_adjacent_channels(tensors[0])
         reader = operator.first_is_for
         if reader is not None and not ctx.needs_input_grad[1 + reader]:
             first, *others = tensors
@@ -144,6 +151,8 @@ class _Call(torch.autograd.Function):
         kept = ctx.saved_tensors  # the inputs, then the tensor that forward saved
         needed = ctx.needs_input_grad[1:]
         operator = function.operator
+        if function.arranged is not None:
+            kept = function.arranged(kept, ctx.adjacent)
         if needs_graph():
             return None, *function.formula_gradients(kept, words, flags, needed, gradient)
         mask = operator.all_inputs

@@ -66,6 +66,7 @@ class _Call(torch.autograd.Function):
         y, saved = operator.forward(*tensors, *words, *flags, *numbers, True, forced)
         ctx.call = call
         ctx.passed_on = function.passed_on(words, tensors)
+        ctx.adjacent = _ops.has_adjacent_channels(tensors[0])
         ctx.save_for_backward(*operator.kept(tensors, words)[:-1], saved)
         return y
 
@@ -78,7 +79,7 @@ class _Call(torch.autograd.Function):
             )
         function, words, flags, _, _, forced, process_group = ctx.call
         operator = function.operator
-        *kept, saved = ctx.saved_tensors
+        *kept, saved = function.arranged(ctx.saved_tensors, ctx.adjacent)
         needed = ctx.needs_input_grad[1:]
         found = dict.fromkeys(operator.index)
         wanted = {name for name, i in operator.index.items() if needed[i]}

@@ -86,10 +86,19 @@ def batch_norm_act(
     return function(tensors, words, flags, numbers)
 
 
-class _BatchNormFunction(Function):
+class _NormFunction(Function):
     def arguments(self, words, flags, numbers):
         return *words, *flags, *numbers
 
+    def arranged(self, kept, adjacent):
+        """The decisions that forward saved are in the order of its x."""
+        x, *others = kept
+        if _ops.has_adjacent_channels(x) != adjacent:
+            x = _dense(x, adjacent)
+        return x, *others
+
+
+class _BatchNormFunction(_NormFunction):
     def passed_on(self, words, tensors):
         """dresidual is dy itself where nothing stands between them."""
         residual, blanked = (self.operator.index[name] for name in ("residual", "blanked"))
@@ -116,10 +125,7 @@ class _BatchNormFunction(Function):
         return formula_gradients(formula, inputs, needed, gradient)
 
 
-class _PoolFunction(Function):
-    def arguments(self, words, flags, numbers):
-        return *words, *flags, *numbers
-
+class _PoolFunction(_NormFunction):
     def formula_gradients(self, kept, words, flags, needed, gradient):
         """The same. The max-pool takes the values that forward chose."""
         *inputs, saved = kept
@@ -187,16 +193,23 @@ def _unpacked(saved: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shape = (x.shape[0], x.shape[2]) if x.dim() == 5 else (x.shape[1],)
     count = shape[0] * shape[-1] if x.dim() == 5 else shape[0]
     mean, inverse = saved[: 2 * count].reshape(2, *shape)
-    return mean, inverse, saved[2 * count :].view(torch.uint8)
+    return mean, inverse, saved[2 * count :].contiguous().view(torch.uint8)
 
 
 def _bits(values: Tensor, count: int) -> Tensor:
     return ((values[:, None] >> torch.arange(8, device=values.device)) & 1).flatten()[:count]
 
 
+def _dense(image: Tensor, adjacent: bool) -> Tensor:
+    """The image, copied unless it is channels-last (`adjacent`) or else NCHW."""
+    if adjacent:
+        return image.movedim(-3, -1).contiguous().movedim(-1, -3)
+    return image.contiguous()
+
+
 def _in_order(values: Tensor, x: Tensor, shape) -> Tensor:
     """Saved values of an image, in the order of x's memory."""
-    if x.stride(-3) == 1 and x.shape[-3] > 1:
+    if _ops.has_adjacent_channels(x):
         *lead, c, h, w = shape
         return values.view(*lead, h, w, c).movedim(-1, -3)
     return values.view(shape)
