@@ -56,6 +56,24 @@ def test_statistics_do_not_cancel(device, layout):
         assert found.outputs["y"].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "no residual"])
+@pytest.mark.parametrize("activation", ["relu", "relu6"])
+def test_decisions_are_those_of_the_stored_result(device, activation, residual, dtype):
+    """The gradient is 0 where y was rounded to 0 or 6, and only there."""
+    v = torch.tensor([5.97, 5.983, 5.9845, 5.99, 5.9979, 5.9981, 6.0, 1e-9, 2e-8, 4e-8, 1e-7])
+    v = v.repeat(8, 1).t().flatten().to(device)  # so many channels that every kernel takes them
+    one = torch.ones(2, len(v), 4, 4, device=device, dtype=dtype)
+    for x in (one, one.to(memory_format=torch.channels_last)):
+        x = x.detach().requires_grad_()
+        zero, var = torch.zeros_like(v), torch.ones_like(v)
+        other = torch.zeros_like(x) if residual else None
+        y = batch_norm_act(x, zero, var, v, residual=other, activation=activation, eps=0.0)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        passes = (y > 0) & (y < 6) if activation == "relu6" else y > 0
+        assert (dx != 0).equal(passes & (v.to(dtype)[:, None, None] != 0))
+
+
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 def test_a_channel_of_constants(device, layout):
     x = torch.randn(3, 5, 4, 4, device=device)

@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kThreads)
       } else {
         A v[1] = {coefficients[p.s * a.channels.value() + p.c](a.x.get<T>(p))};
         if (a.residual.data != nullptr) v[0] += a.residual.get<T>(p);
-        passes = passing(a.activation, v) != 0;
+        passes = passing<T>(a.activation, v) != 0;
         activate_all<T>(a.activation, v);
         a.y.set<T>(p, v[0]);
       }

@@ -96,7 +96,7 @@ __device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
   }
   const bool blank = tile.is_blank(unit);
   if (kResidual && a.passes != nullptr) {
-    unsigned bits = blank ? 0 : passing(a.activation, v);
+    unsigned bits = blank ? 0 : passing<T>(a.activation, v);
     if constexpr (kVector == 4) {  // two neighbouring lanes share a byte
       bits |= __shfl_xor_sync(3u << (threadIdx.x & 30), bits, 1) << 4;
     }
