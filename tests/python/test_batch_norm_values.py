@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fusewise
 from batch_norm_reference import ACTIVATIONS, make_case
 from fusewise.functional import batch_norm_act
 from reference import DTYPES, LAYOUTS
@@ -54,6 +55,30 @@ def test_statistics_do_not_cancel(device, layout):
         y = batch_norm_act(case.x, None, None, activation="identity", training=True).double()
         assert (y.var((0, 2, 3)) - variance / (variance + 1e-5)).abs().max() < 2e-2
         assert found.outputs["y"].isfinite().all()
+
+
+@pytest.mark.parametrize("border", ["first pixels", "first row of all", "all sides"])
+@pytest.mark.parametrize("shape", [(64, 16, 7, 8), (4, 16, 56, 56)])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_statistics_of_images_with_a_border(device, layout, shape, border):
+    """Unusual values in some places must not spoil the variance of the others."""
+    x = torch.randn(shape, device=device) + 100
+    if border == "first pixels":
+        x[0, :, 0, :4] = 0
+    else:
+        x[:, :, 0] = 0
+    if border == "all sides":
+        x[:, :, -1] = 0
+        x[:, :, :, 0] = 0
+        x[:, :, :, -1] = 0
+    x = LAYOUTS[layout](x)
+    right = x.double().var((0, 2, 3))
+    (record,) = fusewise.explain(lambda: batch_norm_act(x, None, None, training=True))
+    for name in record.able:
+        mean, var = torch.zeros(16, device=device), torch.ones(16, device=device)
+        with fusewise.implementation(batch_norm_act=name):
+            batch_norm_act(x, mean, var, training=True, momentum=1.0)
+        torch.testing.assert_close(var.double(), right, rtol=1e-6, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -92,9 +92,8 @@ struct Tile {
     return cut.blanked != nullptr &&
            cut.blanked[static_cast<Index>(stream) * cut.samples + cut.sample_units.quotient(unit)];
   }
-  /// The first unit that is not blanked, or `end`.
-  __device__ unsigned first_present() const {
-    unsigned unit = begin;
+  /// The first unit from `unit` on that is not blanked, or `end`.
+  __device__ unsigned next_present(unsigned unit) const {
     while (unit < end && is_blank(unit)) {
       const Index next = (cut.sample_units.quotient(unit) + 1) * cut.sample_units.value();
       unit = static_cast<unsigned>(min(next, static_cast<Index>(end)));
