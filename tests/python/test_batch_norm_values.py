@@ -81,6 +81,18 @@ def test_statistics_of_images_with_a_border(device, layout, shape, border):
         torch.testing.assert_close(var.double(), right, rtol=1e-6, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_sums_that_would_overflow(device, layout, dtype):
+    x = torch.full((4, 16, 8, 8), 3e38, device=device, dtype=torch.bfloat16)
+    x = LAYOUTS[layout](x.to(dtype))
+    for max_pool in (False, True):
+        mean, var = torch.zeros(16, device=device), torch.ones(16, device=device)
+        y = batch_norm_act(x, mean, var, training=True, momentum=1.0, max_pool=max_pool)
+        assert (y == 0).all() and (var == 0).all()
+        torch.testing.assert_close(mean, x[0, :, 0, 0].float(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("residual", [True, False], ids=["residual", "no residual"])
 @pytest.mark.parametrize("activation", ["relu", "relu6"])
