@@ -63,7 +63,7 @@ def test_layers_of_the_benchmark(layer):
 @pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16-fp32"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_fast_implementations(layout, dtypes, activation):
-    for shape in ((32, 64, 14, 14), (7, 320, 8, 6), (200, 32, 4, 4), (2, 24, 56, 56)):
+    for shape in ((32, 64, 16, 16), (7, 320, 8, 6), (200, 32, 4, 4), (2, 24, 56, 56)):
         for residual in (True, False):
             case = make_case(
                 shape, "cuda", DTYPES[dtypes], layout, activation=activation, residual=residual
@@ -71,6 +71,12 @@ def test_fast_implementations(layout, dtypes, activation):
             checked = case.check_every_implementation()
             assert {"general", "two_pass"} <= checked
             assert "cluster" in checked or layout == "nchw" or not HOPPER
+
+
+@pytest.mark.parametrize("size", [14, 7])
+def test_planes_that_are_not_a_multiple_of_16_bytes(size):
+    case = make_case((32, 64, size, size), "cuda", DTYPES["fp16"], "nchw")
+    assert case.check_every_implementation() == {"general"}
 
 
 @pytest.mark.parametrize("name", ["cluster", "two_pass", "general"])
