@@ -196,6 +196,60 @@ def test_hooks_on_saved_tensors_may_change_strides(device, hook, adjacent, strea
     torch.testing.assert_close(differentiated(hooked), right)
 
 
+def expanded(t):
+    return t[..., :1, :1].expand(t.shape)
+
+
+@pytest.mark.parametrize("layout", [contiguous, channels_last, expanded])
+@pytest.mark.parametrize("adjacent", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("streams", [(), (2,)], ids=["one", "two"])
+@pytest.mark.parametrize("max_pool", [False, True], ids=["residual", "pool"])
+def test_backward_reads_images_of_one_layout(
+    device, monkeypatch, layout, adjacent, streams, max_pool
+):
+    """The gradient and the residual are copied into the layout of x, which is what the fast kernels
+    take. Without an activation, dresidual is still dy itself."""
+    x, residual = torch.randn(2, *streams, 3, 4, 5, 6, device=device, dtype=torch.float64)
+    x = (channels_last if adjacent else contiguous)(x).requires_grad_()
+    residual = None if max_pool else layout(residual).detach().requires_grad_()
+    operator = _ops.BATCH_NORM_ACT_POOL if max_pool else _ops.BATCH_NORM_ACT
+    backward, seen = operator.backward, []
+
+    def recorded(dy, x, *others):
+        images = [t for t in others if isinstance(t, torch.Tensor) and t.shape == x.shape]
+        seen.extend([x, dy, *images])
+        return backward(dy, x, *others)
+
+    monkeypatch.setattr(operator, "backward", recorded)
+    for activation in ("silu", "relu", "identity"):
+        options = {"activation": activation, "training": True, "max_pool": max_pool}
+        y = batch_norm_act(x, None, None, residual=residual, **options)
+        dy = layout(torch.randn_like(y))
+        inputs = [x] if max_pool else [x, residual]
+        seen.clear()
+        found = torch.autograd.grad(y, inputs, dy)
+        assert len(seen) == 2 + (activation == "silu" and not max_pool)
+        for image in seen:
+            assert (image.movedim(-3, -1) if adjacent else image).is_contiguous()
+        with fusewise.implementation("torch"):
+            y = batch_norm_act(x, None, None, residual=residual, **options)
+        torch.testing.assert_close(found, torch.autograd.grad(y, inputs, dy))
+
+
+def test_layouts_that_differ_when_compiled(device):
+    x = torch.randn(3, 8, 4, 6, device=device).to(memory_format=torch.channels_last)
+    x, residual = x.requires_grad_(), torch.randn(x.shape, device=device)
+
+    def loss(x):
+        options = {"activation": "silu", "training": True}
+        return batch_norm_act(x, None, None, residual=residual, **options).mean((2, 3)).exp().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, right = (torch.autograd.grad(fn(x), x)[0] for fn in (compiled, loss))
+    torch.testing.assert_close(found, right)
+    assert found.stride() == x.stride()
+
+
 def test_forced_torch_is_torchs_own(device):
     ours, theirs = pair(device)
     x = torch.randn(4, 3, 6, 6, device=device)

@@ -30,8 +30,8 @@ class Function:
     """
 
     arranged = None
-    """A method of operators that save values in the order of x's memory. `arranged(kept, adjacent)`
-    gives what was kept in the layout that x had in forward: hooks on saved tensors may change it.
+    """A method of operators whose backward depends on layouts. `arranged(kept, gradient, adjacent)`
+    gives both in the layout that x had in forward.
     """
 
     def __init__(self, operator: _ops.Operator, formula: Callable, plain: Callable | None = None):
@@ -117,6 +117,9 @@ class Function:
         for i, (direction, name) in enumerate(names.items()):
             if i > wants_gradient:
                 break
+            if i == 1 and self.arranged is not None:
+                x = tensors[0]
+                tensors, _ = self.arranged(tensors, x, _ops.has_adjacent_channels(x))
             answer = self.operator.explain(
                 *tensors, *words, *flags, wants_gradient, i == 1, getattr(settings, name)
             )
@@ -151,8 +154,9 @@ class _Call(torch.autograd.Function):
         kept = ctx.saved_tensors  # the inputs, then the tensor that forward saved
         needed = ctx.needs_input_grad[1:]
         operator = function.operator
+        dy = gradient
         if function.arranged is not None:
-            kept = function.arranged(kept, ctx.adjacent)
+            kept, dy = function.arranged(kept, gradient, ctx.adjacent)
         if needs_graph():
             return None, *function.formula_gradients(kept, words, flags, needed, gradient)
         mask = operator.all_inputs
@@ -162,7 +166,7 @@ class _Call(torch.autograd.Function):
         if read[0] is None:
             read[0] = kept[operator.first_is_for].new_empty(()).expand(ctx.first_shape)
         try:
-            found = operator.backward(gradient, *read, *words, *flags, mask, forced)
+            found = operator.backward(dy, *read, *words, *flags, mask, forced)
         except RuntimeError as error:
             if is_batched_gradient(gradient):  # torch cannot unbatch an operator with lists
                 return None, *function.formula_gradients(kept, words, flags, needed, gradient)

@@ -90,12 +90,21 @@ class _NormFunction(Function):
     def arguments(self, words, flags, numbers):
         return *words, *flags, *numbers
 
-    def arranged(self, kept, adjacent):
-        """The decisions that forward saved are in the order of its x."""
-        x, *others = kept
-        if _ops.has_adjacent_channels(x) != adjacent:
-            x = _dense(x, adjacent)
-        return x, *others
+    def arranged(self, kept, gradient, adjacent):
+        """x in the layout that it had in forward: what forward saved is in the order of its memory,
+        and hooks on saved tensors may change it. The other images follow, because the fast kernels
+        take one layout, and the gradient of a global average pooling is expanded or NCHW."""
+        kept = list(kept)
+        if _ops.has_adjacent_channels(kept[0]) != adjacent:
+            kept[0] = _dense(kept[0], adjacent)
+        x, at = kept[0], self.operator.index.get("residual")
+        residual = None if at is None else kept[at]
+        follows = residual is None or residual.stride() == x.stride()
+        if not (follows and gradient.stride() == x.stride()) and _is_dense(x, adjacent):
+            gradient = _dense(gradient, adjacent)
+            if residual is not None:
+                kept[at] = _dense(residual, adjacent)
+        return kept, gradient
 
 
 class _BatchNormFunction(_NormFunction):
@@ -205,6 +214,10 @@ def _dense(image: Tensor, adjacent: bool) -> Tensor:
     if adjacent:
         return image.movedim(-3, -1).contiguous().movedim(-1, -3)
     return image.contiguous()
+
+
+def _is_dense(image: Tensor, adjacent: bool) -> bool:
+    return (image.movedim(-3, -1) if adjacent else image).is_contiguous()
 
 
 def _in_order(values: Tensor, x: Tensor, shape) -> Tensor:
