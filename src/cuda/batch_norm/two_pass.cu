@@ -251,6 +251,25 @@ int choose_lanes(int vectors) {
   return static_cast<int>(divide_up(vectors, 2 * tiles)) * 2;
 }
 
+/// Slabs of each of `groups`, at most `most`: as many blocks as are resident at once. With so many
+/// groups that this leaves much of the GPU idle, those whose last wave is the fullest.
+constexpr std::int64_t choose_slabs(std::int64_t groups, std::int64_t resident, std::int64_t most) {
+  if (2 * groups <= resident) return std::min(resident / groups, most);
+  std::int64_t best = 1;
+  double fullest = 0;
+  for (std::int64_t slabs = 1; slabs <= std::min<std::int64_t>(8, most); ++slabs) {
+    const std::int64_t blocks = groups * slabs, waves = divide_up(blocks, resident);
+    const double full = static_cast<double>(blocks) / static_cast<double>(waves * resident);
+    if (full <= fullest) continue;
+    best = slabs;
+    fullest = full;
+  }
+  return best;
+}
+static_assert(choose_slabs(64, 264, 100) == 4 && choose_slabs(64, 264, 3) == 3);
+static_assert(choose_slabs(264, 264, 100) == 1);  // one full wave
+static_assert(choose_slabs(144, 264, 100) == 7);  // 1008 of 1056 places in four waves
+
 Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanked) {
   const int vector = static_cast<int>(16 / size_of(x.dtype));
   const std::int64_t streams = x.rank == 5 ? x.sizes[0] : 1, samples = dimension(x, 4);
@@ -261,12 +280,9 @@ Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanke
   const std::int64_t tiles = channels_last ? divide_up(vectors, lanes) : channels;
   const std::int64_t sample_units = channels_last ? pixels : pixels / vector;
   const std::int64_t units = samples * sample_units;
-  // As many blocks as fit at once, but not more than have a vector for each thread.
   const std::int64_t resident = kBlocks * limits_of(context.device).multiprocessors;
-  const std::int64_t most = divide_up(units, kThreads / lanes);
-  const std::int64_t slabs =
-      std::clamp<std::int64_t>(resident / (streams * tiles), 1, std::max<std::int64_t>(most, 1));
-  return make_cut(x, blanked, lanes, slabs);
+  const std::int64_t most = divide_up(units, kThreads / lanes);  // a vector for each thread
+  return make_cut(x, blanked, lanes, choose_slabs(streams * tiles, resident, most));
 }
 
 /// The plan of a call and its launches.
