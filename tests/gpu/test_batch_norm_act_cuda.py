@@ -102,6 +102,28 @@ def test_a_forced_implementation_is_the_one_that_runs(name):
         assert any(kernel in key for key in kernels), f"{kernel} did not run: {kernels}"
 
 
+@pytest.mark.parametrize("name", ["cluster", "two_pass", "general"])
+def test_every_implementation_counts_the_updates_of_each_stream(name):
+    if name == "cluster" and not HOPPER:
+        pytest.skip("clusters need compute capability 9.0")
+    x = torch.randn(3, 40, 4, 4, 16, device="cuda").movedim(-1, 2)
+    mean, var = torch.zeros(3, 16, device="cuda"), torch.ones(3, 16, device="cuda")
+    counters = torch.tensor([5, 6, 7], device="cuda")
+    blanked = torch.zeros(3, 40, dtype=torch.bool, device="cuda")
+    blanked[0, :39] = True
+    blanked[1] = True
+    # The cluster kernels do not take momentum=None.
+    momentum = 0.5 if name == "cluster" else None
+    with fusewise.implementation(batch_norm_act=name):
+        options = {"num_batches_tracked": counters, "momentum": momentum, "blanked": blanked}
+        batch_norm_act(x, mean, var, training=True, **options)
+    assert counters.tolist() == [6, 6, 8]
+    for s, present in ((0, x[0, 39:]), (2, x[2])):
+        factor = momentum or 1 / counters[s].item()
+        torch.testing.assert_close(mean[s], factor * present.mean((0, 2, 3)))
+    assert (mean[1] == 0).all() and (var[1] == 1).all()
+
+
 @pytest.mark.parametrize("layout", ["nchw", "channels_last", "sliced"])
 @pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16-fp32", "fp64"])
 def test_max_pool(layout, dtypes):

@@ -52,7 +52,7 @@ def _step(samples, group, options, dtype, layout, streams):
     x, residual, dy = image(), image(), image() - 7
     weight, bias = torch.rand(*lead, 8, dtype=dtype), torch.randn(*lead, 8, dtype=dtype)
     mean, var = torch.randn(*lead, 8, dtype=dtype), torch.rand(*lead, 8, dtype=dtype)
-    tracked = torch.tensor(3)
+    tracked = torch.tensor([3, 0, 5]) if streams else torch.tensor(3)
     blanked = None
     if options.pop("blanked", False):
         blanked = (torch.arange(6) % 3 == 1).expand(*lead, 6)[..., samples].contiguous()
@@ -91,7 +91,7 @@ CASES = {
     "float32": {"dtype": torch.float32},
     "channels_last": {"layout": torch.channels_last, "activation": "relu6"},
     "max_pool": {"max_pool": True, "residual": False, "layout": torch.channels_last},
-    "streams": {"streams": True, "blanked": True},
+    "streams": {"streams": True, "blanked": True, "momentum": None},
     "hooks that change the layout": {"layout": torch.channels_last, "hooks": True},
 }
 

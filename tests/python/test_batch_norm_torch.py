@@ -301,6 +301,12 @@ WRONG = {
     "num_batches_tracked: expected a scalar, got [1]": {
         "num_batches_tracked": torch.zeros(1).long()
     },
+    "num_batches_tracked: expected a scalar or [2], got [3]": {
+        "x": torch.zeros(2, 2, 4, 3, 3),
+        "running_mean": None,
+        "running_var": None,
+        "num_batches_tracked": torch.zeros(3).long(),
+    },
     "num_batches_tracked: expected a tensor where momentum is None, got none": {"momentum": None},
     "activation: expected 'identity', 'relu', 'relu6', 'silu' or 'hardswish', got 'gelu'": {
         "activation": "gelu"

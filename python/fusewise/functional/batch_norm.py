@@ -51,7 +51,8 @@ def batch_norm_act(
         momentum: The weight of x's statistics in the running ones. None: the running ones become
             the average over all calls, which `num_batches_tracked` counts.
         eps: Added to the variance.
-        num_batches_tracked: int64 scalar or None; training adds one to it, on its device.
+        num_batches_tracked: int64 scalar or None; training adds one to it, on its device. Or `[S]`:
+            only to those of the streams that have at least two values.
         blanked: bool `[N]` (`[S, N]`) or None. True where a sample is absent: its values do not
             matter, it does not count, and its result and gradients are 0.
         max_pool: Whether a max-pool of 3x3 values with stride 2 and padding 1 follows, as at the
@@ -246,12 +247,13 @@ def _formula(
     inputs = (x, running_mean, running_var, weight, bias, residual, num_batches_tracked)
     _ops.BATCH_NORM_ACT.check((*inputs, blanked, group), (activation,))
     if training and num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
+        each = num_batches_tracked.dim() == 1
+        num_batches_tracked.add_((_count(x, blanked)[..., 0] > 1).long() if each else 1)
     if training or running_mean is None:
         mean, variance = _statistics(x, blanked)
         if training and running_mean is not None:
-            factor = 1.0 / num_batches_tracked if momentum < 0 else momentum
-            _update(running_mean, running_var, mean, variance, factor, x, blanked)
+            factor = 1.0 / num_batches_tracked[..., None] if momentum < 0 else momentum
+            _update(running_mean, running_var, mean, variance, factor, _count(x, blanked))
     else:
         mean, variance = running_mean, running_var
     v = (x - _wide(mean, x)) * _wide((variance + eps).rsqrt(), x)
@@ -268,13 +270,18 @@ def _pool_formula(x, running_mean, running_var, weight, bias, tracked, blanked, 
     return pooled.reshape(*x.shape[:-2], *pooled.shape[-2:])
 
 
+def _count(x: Tensor, blanked: Tensor | None) -> Tensor:
+    """The number of values per channel, `[1]` or, if streams differ, `[S, 1]`."""
+    if blanked is None:
+        samples = x.new_full((1,), x.shape[-4], dtype=_ops.wide_dtype(x))
+    else:
+        samples = (~blanked).sum(-1, keepdim=True).to(_ops.wide_dtype(x))
+    return samples * (x.shape[-2] * x.shape[-1])
+
+
 @torch.no_grad()
-def _update(running_mean, running_var, mean, variance, factor, x, blanked):
+def _update(running_mean, running_var, mean, variance, factor, count):
     """The running statistics; streams with fewer than two values keep theirs."""
-    count = x.new_tensor(x.shape[-4], dtype=mean.dtype)
-    if blanked is not None:
-        count = (~blanked).sum(-1, keepdim=True).to(mean.dtype)
-    count = count * (x.shape[-2] * x.shape[-1])
     unbiased = variance * (count / (count - 1).clamp_min(1))
     for running, new in ((running_mean, mean), (running_var, unbiased)):
         updated = running + factor * (new.to(running.dtype) - running)

@@ -143,12 +143,11 @@ struct LaneMoments : Moments {
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     moments_kernel(const __grid_constant__ Arguments a, const MomentParts<Accumulator<T>> parts,
-                   long long* tracked) {
+                   const Counter counter) {
   using A = Accumulator<T>;
   __shared__ double counts[kThreads], means[kThreads];
   __shared__ LaneMoments rows[kWarps][32];
   allow_next_kernel();
-  if (tracked != nullptr && blockIdx.x == 0 && threadIdx.x == 0) ++*tracked;
   const Part part(a);
   Index count = 0;
   A shift = 0, sum = 0, squares = 0;
@@ -173,6 +172,10 @@ __global__ void __launch_bounds__(kThreads)
   LaneMoments sums;
   if (count > 0) sums.Moments::add(own.count, mean, own.central(), reference);
   sums = part.total(a, sums, rows);
+  if (part.tile == 0 && part.slab == 0 && threadIdx.x < 32) {
+    const Index samples = a.total > 0 ? a.samples.value() : 0;
+    count_call(counter, part.stream, a.blanked, samples, a.pixels.value());
+  }
   if (!part.writes(a)) return;
   const Index at = part.at(a);
   parts.means[at] = sums.mean(reference);
@@ -345,7 +348,7 @@ void general_coefficients(const Context& context, const TensorView& x, const Ten
   const MomentParts<A> parts = memory.moments();
   if (f.own()) {
     launch_kernel(first_pass(context, a, f.channels), "computing moments", moments_kernel<T>, a,
-                  parts, f.training ? f.tracked : nullptr);
+                  parts, f.advanced());
   }
   launch_finish<T>(context, f, parts, out);
 }

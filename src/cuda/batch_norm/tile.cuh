@@ -118,6 +118,12 @@ struct Tile {
     }
     return static_cast<double>(present * (kPlanar ? kVector : 1));
   }
+  /// Advances the counter of this block's stream, if it is the first block of it.
+  __device__ __forceinline__ void count_call(const Counter& counter) const {
+    if (first > 0 || slab > 0 || threadIdx.x >= 32) return;
+    const Index pixels = cut.sample_units.value() * (kPlanar ? kVector : 1);
+    cuda::count_call(counter, stream, cut.blanked, cut.samples, pixels);
+  }
   __device__ __forceinline__ Index channel(int k) const {
     return static_cast<Index>(stream) * cut.channels + first + k;
   }

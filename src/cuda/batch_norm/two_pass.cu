@@ -33,11 +33,10 @@ constexpr int kMostLanes = 64;
 template <typename T, bool kPlanar>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     moments_kernel(const __grid_constant__ Cut cut, const T* x, const MomentParts<float> parts,
-                   long long* tracked) {
+                   const Counter counter) {
   constexpr int kVector = Vector<T>::kSize, kBatch = kInFlight + 2;
   extern __shared__ __align__(16) float shared[];
   allow_next_kernel();
-  if (tracked != nullptr && blockIdx.x == 0 && threadIdx.x == 0) ++*tracked;
   const Tile<T, kPlanar> tile(cut, blockIdx.x);
   Packed<T> batch[kBatch];
   bool present[kBatch];
@@ -77,6 +76,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     parts.means[tile.part(k)] = own.mean(shifts.at(0, k));
     parts.squares[tile.part(k)] = static_cast<float>(own.central());
   });
+  tile.count_call(counter);
 }
 
 /// Memory: x and the residual once, y once, and a bit per value.
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     table.at(kShift, k) = value.shift;
   };
   if (a.parts.slabs > 0) {
-    const long long calls = tracked_calls(a.channels, true);
+    const long long calls = calls_of(a.channels.counter, tile.stream);
     combine_moments(a.parts, tile.stream, cut.channels, tile.first, tile.width,
                     shared + table_floats(3, tile.width),
                     [&](int k, double count, double mean, double variance) {
@@ -355,8 +355,7 @@ void two_pass_coefficients(const Context& context, const TensorView& x, const Te
   const PartMemory<float> memory(context, f.streams, p.cut.slabs, f.channels);
   dispatch(x, false, [&]<typename T>(T, auto planar, auto) {
     launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
-                  static_cast<const T*>(x.data), memory.moments(),
-                  f.training ? f.tracked : nullptr);
+                  static_cast<const T*>(x.data), memory.moments(), f.advanced());
     launch_finish<T>(context, f, memory.moments(), out);
   });
 }
@@ -385,7 +384,7 @@ void two_pass_run(const Context& context, const BatchNormActForward& call) {
   dispatch(call.x, call.residual.defined(), [&]<typename T>(T, auto planar, auto residual) {
     if (own) {
       launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
-                    static_cast<const T*>(call.x.data), a.parts, f.training ? f.tracked : nullptr);
+                    static_cast<const T*>(call.x.data), a.parts, f.advanced());
     }
     if (between) {
       launch_finish<T>(context, f, a.parts, coefficients.data());
