@@ -30,8 +30,8 @@ class Function:
     """
 
     arranged = None
-    """A method of operators whose backward depends on layouts. `arranged(kept, gradient, adjacent)`
-    gives both in the layout that x had in forward.
+    """A method of operators whose backward depends on layouts. `arranged(kept, gradient, strides)`
+    gives both in the layout of x in forward, which had these strides.
     """
 
     def __init__(self, operator: _ops.Operator, formula: Callable, plain: Callable | None = None):
@@ -119,7 +119,7 @@ class Function:
                 break
             if i == 1 and self.arranged is not None:
                 x = tensors[0]
-                tensors, _ = self.arranged(tensors, x, _ops.has_adjacent_channels(x))
+                tensors, _ = self.arranged(tensors, x, x.stride())
             answer = self.operator.explain(
                 *tensors, *words, *flags, wants_gradient, i == 1, getattr(settings, name)
             )
@@ -138,7 +138,7 @@ class _Call(torch.autograd.Function):
         ctx.call = call
         ctx.passed_on = function.passed_on(words, tensors)
         if function.arranged is not None:
-            ctx.adjacent = _ops.has_adjacent_channels(tensors[0])
+            ctx.strides = tensors[0].stride()
         reader = operator.first_is_for
         if reader is not None and not ctx.needs_input_grad[1 + reader]:
             first, *others = tensors
@@ -156,7 +156,7 @@ class _Call(torch.autograd.Function):
         operator = function.operator
         dy = gradient
         if function.arranged is not None:
-            kept, dy = function.arranged(kept, gradient, ctx.adjacent)
+            kept, dy = function.arranged(kept, gradient, ctx.strides)
         if needs_graph():
             return None, *function.formula_gradients(kept, words, flags, needed, gradient)
         mask = operator.all_inputs

@@ -66,7 +66,7 @@ class _Call(torch.autograd.Function):
         y, saved = operator.forward(*tensors, *words, *flags, *numbers, True, forced)
         ctx.call = call
         ctx.passed_on = function.passed_on(words, tensors)
-        ctx.adjacent = _ops.has_adjacent_channels(tensors[0])
+        ctx.strides = tensors[0].stride()
         ctx.save_for_backward(*operator.kept(tensors, words)[:-1], saved)
         return y
 
@@ -79,7 +79,7 @@ class _Call(torch.autograd.Function):
             )
         function, words, flags, _, _, forced, process_group = ctx.call
         operator = function.operator
-        kept, dy = function.arranged(ctx.saved_tensors, gradient, ctx.adjacent)
+        kept, dy = function.arranged(ctx.saved_tensors, gradient, ctx.strides)
         *kept, saved = kept
         needed = ctx.needs_input_grad[1:]
         found = dict.fromkeys(operator.index)

@@ -91,17 +91,19 @@ class _NormFunction(Function):
     def arguments(self, words, flags, numbers):
         return *words, *flags, *numbers
 
-    def arranged(self, kept, gradient, adjacent):
+    def arranged(self, kept, gradient, strides):
         """x in the layout that it had in forward: what forward saved is in the order of its memory,
         and hooks on saved tensors may change it. The other images follow, because the fast kernels
         take one layout, and the gradient of a global average pooling is expanded or NCHW."""
-        kept = list(kept)
-        if _ops.has_adjacent_channels(kept[0]) != adjacent:
-            kept[0] = _dense(kept[0], adjacent)
         x, at = kept[0], self.operator.index.get("residual")
         residual = None if at is None else kept[at]
-        follows = residual is None or residual.stride() == x.stride()
-        if not (follows and gradient.stride() == x.stride()) and _is_dense(x, adjacent):
+        follows = residual is None or residual.stride() == strides
+        if follows and x.stride() == strides and gradient.stride() == strides:
+            return kept, gradient
+        kept, adjacent = list(kept), x.shape[-3] > 1 and strides[-3] == 1
+        if _ops.has_adjacent_channels(x) != adjacent:
+            kept[0] = x = _dense(x, adjacent)
+        if _is_dense(x, adjacent):
             gradient = _dense(gradient, adjacent)
             if residual is not None:
                 kept[at] = _dense(residual, adjacent)
