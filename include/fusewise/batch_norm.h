@@ -46,7 +46,8 @@ struct BatchNormActForward {
   /// its old ones.
   TensorView running_mean;
   TensorView running_var;
-  /// in and, for training, out: int64, a scalar, may be absent. Counts the calls.
+  /// in and, for training, out: int64, may be absent. A scalar counts the calls. [S] counts, for
+  /// each stream, those in which it had at least two values.
   TensorView num_batches_tracked;
 
   Activation activation = Activation::relu;  ///< one of kBatchNormActivations

@@ -22,7 +22,7 @@ constexpr auto kTensors = std::to_array<OperatorTensor<F, B>>({
      at<&F::bias>,
      at<&B::bias>,
      at<&B::dbias>},
-    {{"num_batches_tracked", Role::updated, "", Type::counter, Layout::dense},
+    {{"num_batches_tracked", Role::updated, "| S?", Type::counter, Layout::dense},
      at<&F::num_batches_tracked>},
     {{"blanked", Role::optional_input, "S? N", Type::flags, Layout::dense},
      at<&F::blanked>,

@@ -11,11 +11,11 @@
 namespace fusewise {
 namespace {
 
-/// Calls body(part) for the parts of a text between separators.
+/// Calls body(part) for the parts of a text between separators, except empty ones.
 template <typename Body>
 void each_part(std::string_view text, std::string_view separator, const Body& body) {
   for (std::size_t end; (end = text.find(separator)) != std::string_view::npos;) {
-    body(text.substr(0, end));
+    if (end > 0) body(text.substr(0, end));
     text.remove_prefix(end + separator.size());
   }
   if (!text.empty()) body(text);
@@ -55,18 +55,21 @@ std::string written_alternative(std::string_view alternative, const Sizes& sizes
     }
     text += (text.empty() ? "[" : ", ") + written_size(size, sizes);
   });
-  return text + "]";
+  return text.empty() ? "a scalar" : text + "]";
 }
 
 /// "[R, 48] or [R, 48, 1, 1]"
 std::string written_shape(const char* shape, const Sizes& sizes) {
-  if (*shape == 0) return "a scalar";
   std::string text;
-  each_part(shape, " | ", [&](std::string_view alternative) {
+  const auto add = [&](const std::string& alternative) {
+    if (text.ends_with(alternative)) return;
     if (!text.empty()) text += " or ";
-    text += written_alternative(alternative, sizes, true);
-    const std::string without = written_alternative(alternative, sizes, false);
-    if (!text.ends_with(without)) text += " or " + without;
+    text += alternative;
+  };
+  if (*shape == 0 || *shape == '|') add("a scalar");
+  each_part(shape, "|", [&](std::string_view alternative) {
+    add(written_alternative(alternative, sizes, true));
+    add(written_alternative(alternative, sizes, false));
   });
   return text;
 }

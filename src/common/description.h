@@ -45,10 +45,11 @@ struct TensorRule {
   const char* name;
   Role role;
   /// Sizes separated by spaces, as in "N C H W". A letter is the same number in all tensors of a
-  /// call. Several letters are their product. A number is itself. " | " separates two alternative
-  /// shapes. The name of a tensor means the shape of that tensor. "M* K" is any number of
-  /// dimensions before K, and M is their product; the core gets them as one dimension. "S? C" may
-  /// lack the dimension S, but then all tensors of the call with an S? lack it.
+  /// call. Several letters are their product. A number is itself. "|" separates two alternative
+  /// shapes; an empty one is a scalar. The name of a tensor means the shape of that tensor. "M* K"
+  /// is any number of dimensions before K, and M is their product; the core gets them as one
+  /// dimension. "S? C" may lack the dimension S, but then all tensors of the call with an S? lack
+  /// it.
   const char* shape;
   Type type;
   Layout layout;

@@ -128,10 +128,14 @@ void moments_of(BatchNormShape shape, Rows<const T> x, AccumulatorOf<T>* pivots,
                 AccumulatorOf<T>* sums, AccumulatorOf<T>* squares) {
   using A = AccumulatorOf<T>;
   using V = LanesOf<T>;
+  const A values = A(kPlanar ? shape.rows * shape.columns : shape.rows);
+  // So that the sum does not overflow. A power of two, so that nothing is rounded.
+  A scale = 1;
+  while (scale * values > 1) scale /= 2;
   sum<T, kPlanar, 1>(shape, {pivots}, [&](Index row, Index i, auto... count) {
-    return Terms<V, 1>{{Memory<T>::load(x.data + row * x.stride + i, count...)}};
+    return Terms<V, 1>{{Memory<T>::load(x.data + row * x.stride + i, count...) * scale}};
   });
-  const A share = A(1) / A(kPlanar ? shape.rows * shape.columns : shape.rows);
+  const A share = A(1) / (values * scale);
   const Index channels = kPlanar ? 1 : shape.columns;
   for (Index c = 0; c < channels; ++c) pivots[c] *= share;
   const PerChannel<A, kPlanar> pivot(pivots);

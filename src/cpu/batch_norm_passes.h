@@ -157,10 +157,7 @@ class Forward {
     }
     const Index bytes = call.passes.defined() ? call.passes.numel() : 0;
     std::fill_n(static_cast<std::uint8_t*>(call.passes.data), bytes, std::uint8_t(0));
-    auto* counter = static_cast<Index*>(call.num_batches_tracked.data);
-    if (call.training && counter != nullptr) ++*counter;
-    factor_ =
-        call.momentum < 0 && call.training && counter != nullptr ? 1.0 / *counter : call.momentum;
+    if (call.training) count_call();
     plan_.run(*this);
     if (!call.training) return;
     running_mean_.store();
@@ -218,9 +215,10 @@ class Forward {
         mean = running_mean_[at], variance = running_var_[at];
       }
       if (call_.training && running_mean_.defined() && count > 1) {
-        running_mean_[at] = static_cast<A>((1 - factor_) * running_mean_[at] + factor_ * mean);
-        running_var_[at] = static_cast<A>((1 - factor_) * running_var_[at] +
-                                          factor_ * (variance * count / (count - 1)));
+        const double factor = call_.momentum < 0 ? 1.0 / counter(stream) : call_.momentum;
+        running_mean_[at] = static_cast<A>((1 - factor) * running_mean_[at] + factor * mean);
+        running_var_[at] = static_cast<A>((1 - factor) * running_var_[at] +
+                                          factor * (variance * count / (count - 1)));
       }
       const auto inverse = static_cast<A>(1 / std::sqrt(variance + call_.eps));
       mean_.set(stream, c, static_cast<A>(mean));
@@ -259,6 +257,23 @@ class Forward {
   int workers() const { return plan_.workers; }
 
  private:
+  /// Of a stream, or the one of all.
+  Index& counter(Index stream) const {
+    const TensorView& tracked = call_.num_batches_tracked;
+    return static_cast<Index*>(tracked.data)[tracked.rank == 1 ? stream : 0];
+  }
+  void count_call() const {
+    const TensorView& tracked = call_.num_batches_tracked;
+    if (!tracked.defined()) return;
+    if (tracked.rank == 0) return void(++counter(0));
+    for (Index s = 0; s < geometry_.streams; ++s) {
+      double count = blanked_.values(s), mean, variance;
+      if (call_.group.defined()) {
+        Group<A>(call_.group, geometry_.channels, s, 0).load(count, mean, variance);
+      }
+      if (count > 1) ++counter(s);
+    }
+  }
   Normalization<T> inputs(Index worker, const Piece& piece, Index offset) const {
     return {readable(x_.rows(worker, piece, offset)),
             readable(residual_.rows(worker, piece, offset)),
@@ -300,7 +315,6 @@ class Forward {
   const Coefficients<A> mean_, scale_, shift_;
   const Scratch<A> sums_;
   const Scratch<double> bases_;
-  double factor_ = 0;
 };
 
 // Backward. --------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_layers_of_the_benchmark(layer):
 @pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16-fp32"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_fast_implementations(layout, dtypes, activation):
-    for shape in ((32, 64, 14, 14), (7, 320, 8, 6), (200, 32, 4, 4), (2, 24, 56, 56)):
+    for shape in ((32, 64, 16, 16), (7, 320, 8, 6), (200, 32, 4, 4), (2, 24, 56, 56)):
         for residual in (True, False):
             case = make_case(
                 shape, "cuda", DTYPES[dtypes], layout, activation=activation, residual=residual
@@ -71,6 +71,12 @@ def test_fast_implementations(layout, dtypes, activation):
             checked = case.check_every_implementation()
             assert {"general", "two_pass"} <= checked
             assert "cluster" in checked or layout == "nchw" or not HOPPER
+
+
+@pytest.mark.parametrize("size", [14, 7])
+def test_planes_that_are_not_a_multiple_of_16_bytes(size):
+    case = make_case((32, 64, size, size), "cuda", DTYPES["fp16"], "nchw")
+    assert case.check_every_implementation() == {"general"}
 
 
 @pytest.mark.parametrize("name", ["cluster", "two_pass", "general"])
@@ -94,6 +100,28 @@ def test_a_forced_implementation_is_the_one_that_runs(name):
     }[name]
     for kernel in expected:
         assert any(kernel in key for key in kernels), f"{kernel} did not run: {kernels}"
+
+
+@pytest.mark.parametrize("name", ["cluster", "two_pass", "general"])
+def test_every_implementation_counts_the_updates_of_each_stream(name):
+    if name == "cluster" and not HOPPER:
+        pytest.skip("clusters need compute capability 9.0")
+    x = torch.randn(3, 40, 4, 4, 16, device="cuda").movedim(-1, 2)
+    mean, var = torch.zeros(3, 16, device="cuda"), torch.ones(3, 16, device="cuda")
+    counters = torch.tensor([5, 6, 7], device="cuda")
+    blanked = torch.zeros(3, 40, dtype=torch.bool, device="cuda")
+    blanked[0, :39] = True
+    blanked[1] = True
+    # The cluster kernels do not take momentum=None.
+    momentum = 0.5 if name == "cluster" else None
+    with fusewise.implementation(batch_norm_act=name):
+        options = {"num_batches_tracked": counters, "momentum": momentum, "blanked": blanked}
+        batch_norm_act(x, mean, var, training=True, **options)
+    assert counters.tolist() == [6, 6, 8]
+    for s, present in ((0, x[0, 39:]), (2, x[2])):
+        factor = momentum or 1 / counters[s].item()
+        torch.testing.assert_close(mean[s], factor * present.mean((0, 2, 3)))
+    assert (mean[1] == 0).all() and (var[1] == 1).all()
 
 
 @pytest.mark.parametrize("layout", ["nchw", "channels_last", "sliced"])

@@ -106,6 +106,36 @@ def test_blanked_samples_do_not_matter(activation, residual):
     assert (y[blanked] == 0).all()
 
 
+@pytest.mark.parametrize("implementation", ["", "torch"])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("momentum", [None, 0.1])
+def test_each_stream_counts_its_updates(device, momentum, layout, size, implementation):
+    """A stream with fewer than two values in a call keeps its statistics and its counter."""
+    streams = [torch.nn.BatchNorm2d(8, momentum=momentum, device=device) for _ in range(3)]
+    mean, var = torch.zeros(3, 8, device=device), torch.ones(3, 8, device=device)
+    counters, calls = torch.zeros(3, dtype=torch.int64, device=device), torch.tensor(0).to(device)
+    absent = torch.tensor([[0, 0, 0], [1, 1, 0], [1, 1, 1], [0, 1, 0]], device=device).bool()
+    steps = [absent[[0, 1, 2]], absent[[0, 2, 1]], None, absent[[2, 0, 3]]]
+    for step, blanked in enumerate(steps):
+        x = torch.randn(3, 3, 8, size, size, device=device) * (step + 1) + step
+        if layout == "channels_last":
+            x = x.movedim(2, -1).contiguous().movedim(-1, 2)
+        for s, norm in enumerate(streams):
+            present = x[s] if blanked is None else x[s, ~blanked[s]]
+            if present.numel() > 8:
+                norm(present)
+        options = {"training": True, "momentum": momentum, "blanked": blanked}
+        with fusewise.implementation(implementation):
+            batch_norm_act(x, mean, var, num_batches_tracked=counters, **options)
+            means = mean.clone(), var.clone()
+            batch_norm_act(x, *means, num_batches_tracked=calls, max_pool=True, **options)
+    assert counters.tolist() == [norm.num_batches_tracked.item() for norm in streams]
+    assert calls == len(steps)
+    torch.testing.assert_close(mean, torch.stack([norm.running_mean for norm in streams]))
+    torch.testing.assert_close(var, torch.stack([norm.running_var for norm in streams]))
+
+
 def test_compile_updates_the_statistics():
     for backend, training in itertools.product(("aot_eager", "inductor"), (True, False)):
         torch._dynamo.reset()

@@ -52,26 +52,28 @@ def _step(samples, group, options, dtype, layout, streams):
     x, residual, dy = image(), image(), image() - 7
     weight, bias = torch.rand(*lead, 8, dtype=dtype), torch.randn(*lead, 8, dtype=dtype)
     mean, var = torch.randn(*lead, 8, dtype=dtype), torch.rand(*lead, 8, dtype=dtype)
-    tracked = torch.tensor(3)
+    tracked = torch.tensor([3, 0, 5]) if streams else torch.tensor(3)
     blanked = None
     if options.pop("blanked", False):
         blanked = (torch.arange(6) % 3 == 1).expand(*lead, 6)[..., samples].contiguous()
     if options.get("max_pool"):
         dy = dy[..., :2, :2]
     inputs = [t.requires_grad_() for t in (x, weight, bias, residual)]
-    y = batch_norm_act(
-        x,
-        mean,
-        var,
-        weight,
-        bias,
-        residual if options.pop("residual", True) else None,
-        training=True,
-        num_batches_tracked=tracked,
-        blanked=blanked,
-        process_group=group,
-        **options,
-    )
+    unpack = torch.Tensor.contiguous if options.pop("hooks", False) and group else lambda t: t
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = batch_norm_act(
+            x,
+            mean,
+            var,
+            weight,
+            bias,
+            residual if options.pop("residual", True) else None,
+            training=True,
+            num_batches_tracked=tracked,
+            blanked=blanked,
+            process_group=group,
+            **options,
+        )
     found = torch.autograd.grad(y, inputs, dy, allow_unused=True)
     return {
         "local": [y, found[0], *[t for t in found[3:] if t is not None]],
@@ -89,7 +91,8 @@ CASES = {
     "float32": {"dtype": torch.float32},
     "channels_last": {"layout": torch.channels_last, "activation": "relu6"},
     "max_pool": {"max_pool": True, "residual": False, "layout": torch.channels_last},
-    "streams": {"streams": True, "blanked": True},
+    "streams": {"streams": True, "blanked": True, "momentum": None},
+    "hooks that change the layout": {"layout": torch.channels_last, "hooks": True},
 }
 
 

@@ -155,18 +155,99 @@ def test_frozen_and_partial_gradients(device):
     assert residual.grad is not None
 
 
-def test_hooks_on_saved_tensors_may_change_strides(device):
-    norm = BatchNormAct2d(4, device=device)
-    x = torch.randn(3, 4, 5, 5, device=device, requires_grad=True)
-    residual = torch.randn_like(x)
-    (right,) = torch.autograd.grad(copy.deepcopy(norm)(x, residual).square().sum(), x)
+def unstacked(t):
+    return torch.stack([t, t], -1)[..., 0]
 
-    def unpack(t):
-        return torch.stack([t, t], -1)[..., 0]
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-        y = norm(x, residual)
-    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], right)
+def contiguous(t):
+    """What save_on_cpu(pin_memory=True) does to a layout."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def channels_last(t):
+    return t.movedim(-3, -1).contiguous().movedim(-1, -3) if t.dim() > 3 else t
+
+
+@pytest.mark.parametrize("hook", [unstacked, contiguous, channels_last])
+@pytest.mark.parametrize("adjacent", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("streams", [(), (2,)], ids=["one", "two"])
+@pytest.mark.parametrize("max_pool", [False, True], ids=["residual", "pool"])
+def test_hooks_on_saved_tensors_may_change_strides(device, hook, adjacent, streams, max_pool):
+    """Backward takes forward's decisions in the order of forward's x, a second backward too."""
+    x, residual = torch.randn(2, *streams, 3, 4, 5, 6, device=device, dtype=torch.float64)
+    if adjacent:
+        x = channels_last(x)
+    x.requires_grad_()
+    if max_pool:
+        residual = None
+
+    def loss():
+        y = batch_norm_act(x, None, None, residual=residual, training=True, max_pool=max_pool)
+        return y.pow(3).sum()
+
+    def differentiated(value):
+        (dx,) = torch.autograd.grad(value, x, create_graph=True)
+        (once,) = torch.autograd.grad(value, x, retain_graph=True)
+        return once, dx, *torch.autograd.grad(dx.square().sum(), x)
+
+    right = differentiated(loss())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, hook):
+        hooked = loss()
+    torch.testing.assert_close(differentiated(hooked), right)
+
+
+def expanded(t):
+    return t[..., :1, :1].expand(t.shape)
+
+
+@pytest.mark.parametrize("layout", [contiguous, channels_last, expanded])
+@pytest.mark.parametrize("adjacent", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("streams", [(), (2,)], ids=["one", "two"])
+@pytest.mark.parametrize("max_pool", [False, True], ids=["residual", "pool"])
+def test_backward_reads_images_of_one_layout(
+    device, monkeypatch, layout, adjacent, streams, max_pool
+):
+    """The gradient and the residual are copied into the layout of x, which is what the fast kernels
+    take. Without an activation, dresidual is still dy itself."""
+    x, residual = torch.randn(2, *streams, 3, 4, 5, 6, device=device, dtype=torch.float64)
+    x = (channels_last if adjacent else contiguous)(x).requires_grad_()
+    residual = None if max_pool else layout(residual).detach().requires_grad_()
+    operator = _ops.BATCH_NORM_ACT_POOL if max_pool else _ops.BATCH_NORM_ACT
+    backward, seen = operator.backward, []
+
+    def recorded(dy, x, *others):
+        images = [t for t in others if isinstance(t, torch.Tensor) and t.shape == x.shape]
+        seen.extend([x, dy, *images])
+        return backward(dy, x, *others)
+
+    monkeypatch.setattr(operator, "backward", recorded)
+    for activation in ("silu", "relu", "identity"):
+        options = {"activation": activation, "training": True, "max_pool": max_pool}
+        y = batch_norm_act(x, None, None, residual=residual, **options)
+        dy = layout(torch.randn_like(y))
+        inputs = [x] if max_pool else [x, residual]
+        seen.clear()
+        found = torch.autograd.grad(y, inputs, dy)
+        assert len(seen) == 2 + (activation == "silu" and not max_pool)
+        for image in seen:
+            assert (image.movedim(-3, -1) if adjacent else image).is_contiguous()
+        with fusewise.implementation("torch"):
+            y = batch_norm_act(x, None, None, residual=residual, **options)
+        torch.testing.assert_close(found, torch.autograd.grad(y, inputs, dy))
+
+
+def test_layouts_that_differ_when_compiled(device):
+    x = torch.randn(3, 8, 4, 6, device=device).to(memory_format=torch.channels_last)
+    x, residual = x.requires_grad_(), torch.randn(x.shape, device=device)
+
+    def loss(x):
+        options = {"activation": "silu", "training": True}
+        return batch_norm_act(x, None, None, residual=residual, **options).mean((2, 3)).exp().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, right = (torch.autograd.grad(fn(x), x)[0] for fn in (compiled, loss))
+    torch.testing.assert_close(found, right)
+    assert found.stride() == x.stride()
 
 
 def test_forced_torch_is_torchs_own(device):
@@ -219,6 +300,12 @@ WRONG = {
     "blanked: expected [2], got [2, 1]": {"blanked": torch.zeros(2, 1, dtype=torch.bool)},
     "num_batches_tracked: expected a scalar, got [1]": {
         "num_batches_tracked": torch.zeros(1).long()
+    },
+    "num_batches_tracked: expected a scalar or [2], got [3]": {
+        "x": torch.zeros(2, 2, 4, 3, 3),
+        "running_mean": None,
+        "running_var": None,
+        "num_batches_tracked": torch.zeros(3).long(),
     },
     "num_batches_tracked: expected a tensor where momentum is None, got none": {"momentum": None},
     "activation: expected 'identity', 'relu', 'relu6', 'silu' or 'hardswish', got 'gelu'": {

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fusewise
 from batch_norm_reference import ACTIVATIONS, make_case
 from fusewise.functional import batch_norm_act
 from reference import DTYPES, LAYOUTS
@@ -54,6 +55,60 @@ def test_statistics_do_not_cancel(device, layout):
         y = batch_norm_act(case.x, None, None, activation="identity", training=True).double()
         assert (y.var((0, 2, 3)) - variance / (variance + 1e-5)).abs().max() < 2e-2
         assert found.outputs["y"].isfinite().all()
+
+
+@pytest.mark.parametrize("border", ["first pixels", "first row of all", "all sides"])
+@pytest.mark.parametrize("shape", [(64, 16, 7, 8), (4, 16, 56, 56)])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_statistics_of_images_with_a_border(device, layout, shape, border):
+    """Unusual values in some places must not spoil the variance of the others."""
+    x = torch.randn(shape, device=device) + 100
+    if border == "first pixels":
+        x[0, :, 0, :4] = 0
+    else:
+        x[:, :, 0] = 0
+    if border == "all sides":
+        x[:, :, -1] = 0
+        x[:, :, :, 0] = 0
+        x[:, :, :, -1] = 0
+    x = LAYOUTS[layout](x)
+    right = x.double().var((0, 2, 3))
+    (record,) = fusewise.explain(lambda: batch_norm_act(x, None, None, training=True))
+    for name in record.able:
+        mean, var = torch.zeros(16, device=device), torch.ones(16, device=device)
+        with fusewise.implementation(batch_norm_act=name):
+            batch_norm_act(x, mean, var, training=True, momentum=1.0)
+        torch.testing.assert_close(var.double(), right, rtol=1e-6, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_sums_that_would_overflow(device, layout, dtype):
+    x = torch.full((4, 16, 8, 8), 3e38, device=device, dtype=torch.bfloat16)
+    x = LAYOUTS[layout](x.to(dtype))
+    for max_pool in (False, True):
+        mean, var = torch.zeros(16, device=device), torch.ones(16, device=device)
+        y = batch_norm_act(x, mean, var, training=True, momentum=1.0, max_pool=max_pool)
+        assert (y == 0).all() and (var == 0).all()
+        torch.testing.assert_close(mean, x[0, :, 0, 0].float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "no residual"])
+@pytest.mark.parametrize("activation", ["relu", "relu6"])
+def test_decisions_are_those_of_the_stored_result(device, activation, residual, dtype):
+    """The gradient is 0 where y was rounded to 0 or 6, and only there."""
+    v = torch.tensor([5.97, 5.983, 5.9845, 5.99, 5.9979, 5.9981, 6.0, 1e-9, 2e-8, 4e-8, 1e-7])
+    v = v.repeat(8, 1).t().flatten().to(device)  # so many channels that every kernel takes them
+    one = torch.ones(2, len(v), 4, 4, device=device, dtype=dtype)
+    for x in (one, one.to(memory_format=torch.channels_last)):
+        x = x.detach().requires_grad_()
+        zero, var = torch.zeros_like(v), torch.ones_like(v)
+        other = torch.zeros_like(x) if residual else None
+        y = batch_norm_act(x, zero, var, v, residual=other, activation=activation, eps=0.0)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        passes = (y > 0) & (y < 6) if activation == "relu6" else y > 0
+        assert (dx != 0).equal(passes & (v.to(dtype)[:, None, None] != 0))
 
 
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])

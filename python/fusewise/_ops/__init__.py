@@ -14,7 +14,7 @@ from ._library import (
     refuse_onnx,
     rephrased,
 )
-from ._operator import Operator, wide_dtype
+from ._operator import Operator, has_adjacent_channels, wide_dtype
 from .autoencoder import AUTOENCODER, AUTOENCODER_WEIGHTS
 from .batch_norm import BATCH_NORM_ACT, BATCH_NORM_ACT_POOL, batch_norm_statistics
 from .linear_act import ACTIVATIONS, LINEAR_ACT, in_layer, mlp, mlp_backward, wrong_words
@@ -35,6 +35,7 @@ __all__ = [
     "batch_norm_statistics",
     "build_info",
     "dtensor_error",
+    "has_adjacent_channels",
     "in_layer",
     "missing_activation",
     "mlp",

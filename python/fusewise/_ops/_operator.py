@@ -167,7 +167,7 @@ class Operator:
 
     def _check_shape(self, rule, tensor, sizes):
         shape = list(tensor.shape)
-        for alternative in rule.shape.split(" | "):
+        for alternative in rule.shape.split("|"):
             found = _fitted(alternative.split(), shape, sizes)
             if found is not None:
                 break
@@ -262,7 +262,7 @@ class Operator:
         any."""
         shape = [
             int(size) if size.isdigit() else _product(sizes[letter] for letter in size.strip("*?"))
-            for size in _present(rule.shape.split(" | ")[0].split(), sizes)
+            for size in _present(rule.shape.split("|")[0].split(), sizes)
         ]
         if rule.type == "bytes":
             return tensors[0].new_empty(shape, dtype=torch.uint8)
@@ -274,7 +274,7 @@ class Operator:
             return tensors[0].new_empty(shape, dtype=wide_dtype(tensors[0]))
         same = (t for r, t in zip(inputs, tensors, strict=True) if r.type == rule.type)
         result = next(same).new_empty(shape)
-        if rule.layout == "any" and len(shape) >= 4 and _has_adjacent_channels(tensors[0]):
+        if rule.layout == "any" and len(shape) >= 4 and has_adjacent_channels(tensors[0]):
             return torch.empty_like(result.movedim(-3, -1).contiguous()).movedim(-1, -3)
         return result
 
@@ -298,7 +298,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _has_adjacent_channels(x: Tensor) -> bool:
+def has_adjacent_channels(x: Tensor) -> bool:
     """Whether an image is channels-last, as the core sees it."""
     return x.shape[-3] > 1 and x.stride(-3) == 1
 
@@ -375,12 +375,11 @@ def _written_shape(shape: str, sizes: dict[str, int]) -> str:
         return " * ".join(unknown + ([str(_product(known))] if known else []))
 
     def alternatives():
-        for alternative in shape.split(" | "):
+        for alternative in shape.split("|"):
             wanted = _present(alternative.split(), sizes)
             yield [size.strip("?") for size in wanted]
             if any(size[-1] == "?" and size not in sizes for size in wanted):
                 yield [size for size in wanted if size[-1] != "?"]
 
-    if not shape:
-        return "a scalar"
-    return " or ".join(f"[{', '.join(written(size) for size in each)}]" for each in alternatives())
+    texts = (", ".join(map(written, each)) for each in alternatives())
+    return " or ".join(dict.fromkeys(f"[{text}]" if text else "a scalar" for text in texts))

@@ -29,6 +29,11 @@ class Function:
     defaults to `formula`.
     """
 
+    arranged = None
+    """A method of operators whose backward depends on layouts. `arranged(kept, gradient, strides)`
+    gives both in the layout of x in forward, which had these strides.
+    """
+
     def __init__(self, operator: _ops.Operator, formula: Callable, plain: Callable | None = None):
         self.operator = operator
         self.name = operator.name
@@ -112,6 +117,9 @@ class Function:
         for i, (direction, name) in enumerate(names.items()):
             if i > wants_gradient:
                 break
+            if i == 1 and self.arranged is not None:
+                x = tensors[0]
+                tensors, _ = self.arranged(tensors, x, x.stride())
             answer = self.operator.explain(
                 *tensors, *words, *flags, wants_gradient, i == 1, getattr(settings, name)
             )
@@ -129,6 +137,8 @@ class _Call(torch.autograd.Function):
         y, saved = operator.forward(*tensors, *words, *flags, *numbers, True, forced)
         ctx.call = call
         ctx.passed_on = function.passed_on(words, tensors)
+        if function.arranged is not None:
+            ctx.strides = tensors[0].stride()
         reader = operator.first_is_for
         if reader is not None and not ctx.needs_input_grad[1 + reader]:
             first, *others = tensors
@@ -144,6 +154,9 @@ class _Call(torch.autograd.Function):
         kept = ctx.saved_tensors  # the inputs, then the tensor that forward saved
         needed = ctx.needs_input_grad[1:]
         operator = function.operator
+        dy = gradient
+        if function.arranged is not None:
+            kept, dy = function.arranged(kept, gradient, ctx.strides)
         if needs_graph():
             return None, *function.formula_gradients(kept, words, flags, needed, gradient)
         mask = operator.all_inputs
@@ -153,7 +166,7 @@ class _Call(torch.autograd.Function):
         if read[0] is None:
             read[0] = kept[operator.first_is_for].new_empty(()).expand(ctx.first_shape)
         try:
-            found = operator.backward(gradient, *read, *words, *flags, mask, forced)
+            found = operator.backward(dy, *read, *words, *flags, mask, forced)
         except RuntimeError as error:
             if is_batched_gradient(gradient):  # torch cannot unbatch an operator with lists
                 return None, *function.formula_gradients(kept, words, flags, needed, gradient)

@@ -66,6 +66,7 @@ class _Call(torch.autograd.Function):
         y, saved = operator.forward(*tensors, *words, *flags, *numbers, True, forced)
         ctx.call = call
         ctx.passed_on = function.passed_on(words, tensors)
+        ctx.strides = tensors[0].stride()
         ctx.save_for_backward(*operator.kept(tensors, words)[:-1], saved)
         return y
 
@@ -78,7 +79,8 @@ class _Call(torch.autograd.Function):
             )
         function, words, flags, _, _, forced, process_group = ctx.call
         operator = function.operator
-        *kept, saved = ctx.saved_tensors
+        kept, dy = function.arranged(ctx.saved_tensors, gradient, ctx.strides)
+        *kept, saved = kept
         needed = ctx.needs_input_grad[1:]
         found = dict.fromkeys(operator.index)
         wanted = {name for name, i in operator.index.items() if needed[i]}
@@ -93,7 +95,7 @@ class _Call(torch.autograd.Function):
                 return
             mask = sum(1 << operator.index[name] for name in names)
             read = [(*kept, group, saved)[i] for i in operator.read_back]
-            results = operator.backward(gradient, *read, *words, *flags, mask, forced)
+            results = operator.backward(dy, *read, *words, *flags, mask, forced)
             found.update(zip(names, results, strict=True))
 
         find(wanted & {"weight", "bias"} | ({"group"} if needed[0] else set()), None)

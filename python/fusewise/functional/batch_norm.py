@@ -51,7 +51,8 @@ def batch_norm_act(
         momentum: The weight of x's statistics in the running ones. None: the running ones become
             the average over all calls, which `num_batches_tracked` counts.
         eps: Added to the variance.
-        num_batches_tracked: int64 scalar or None; training adds one to it, on its device.
+        num_batches_tracked: int64 scalar or None; training adds one to it, on its device. Or `[S]`:
+            only to those of the streams that have at least two values.
         blanked: bool `[N]` (`[S, N]`) or None. True where a sample is absent: its values do not
             matter, it does not count, and its result and gradients are 0.
         max_pool: Whether a max-pool of 3x3 values with stride 2 and padding 1 follows, as at the
@@ -86,10 +87,30 @@ def batch_norm_act(
     return function(tensors, words, flags, numbers)
 
 
-class _BatchNormFunction(Function):
+class _NormFunction(Function):
     def arguments(self, words, flags, numbers):
         return *words, *flags, *numbers
 
+    def arranged(self, kept, gradient, strides):
+        """x in the layout that it had in forward: what forward saved is in the order of its memory,
+        and hooks on saved tensors may change it. The other images follow, because the fast kernels
+        take one layout, and the gradient of a global average pooling is expanded or NCHW."""
+        x, at = kept[0], self.operator.index.get("residual")
+        residual = None if at is None else kept[at]
+        follows = residual is None or residual.stride() == strides
+        if follows and x.stride() == strides and gradient.stride() == strides:
+            return kept, gradient
+        kept, adjacent = list(kept), x.shape[-3] > 1 and strides[-3] == 1
+        if _ops.has_adjacent_channels(x) != adjacent:
+            kept[0] = x = _dense(x, adjacent)
+        if _is_dense(x, adjacent):
+            gradient = _dense(gradient, adjacent)
+            if residual is not None:
+                kept[at] = _dense(residual, adjacent)
+        return kept, gradient
+
+
+class _BatchNormFunction(_NormFunction):
     def passed_on(self, words, tensors):
         """dresidual is dy itself where nothing stands between them."""
         residual, blanked = (self.operator.index[name] for name in ("residual", "blanked"))
@@ -116,10 +137,7 @@ class _BatchNormFunction(Function):
         return formula_gradients(formula, inputs, needed, gradient)
 
 
-class _PoolFunction(Function):
-    def arguments(self, words, flags, numbers):
-        return *words, *flags, *numbers
-
+class _PoolFunction(_NormFunction):
     def formula_gradients(self, kept, words, flags, needed, gradient):
         """The same. The max-pool takes the values that forward chose."""
         *inputs, saved = kept
@@ -187,16 +205,27 @@ def _unpacked(saved: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shape = (x.shape[0], x.shape[2]) if x.dim() == 5 else (x.shape[1],)
     count = shape[0] * shape[-1] if x.dim() == 5 else shape[0]
     mean, inverse = saved[: 2 * count].reshape(2, *shape)
-    return mean, inverse, saved[2 * count :].view(torch.uint8)
+    return mean, inverse, saved[2 * count :].contiguous().view(torch.uint8)
 
 
 def _bits(values: Tensor, count: int) -> Tensor:
     return ((values[:, None] >> torch.arange(8, device=values.device)) & 1).flatten()[:count]
 
 
+def _dense(image: Tensor, adjacent: bool) -> Tensor:
+    """The image, copied unless it is channels-last (`adjacent`) or else NCHW."""
+    if adjacent:
+        return image.movedim(-3, -1).contiguous().movedim(-1, -3)
+    return image.contiguous()
+
+
+def _is_dense(image: Tensor, adjacent: bool) -> bool:
+    return (image.movedim(-3, -1) if adjacent else image).is_contiguous()
+
+
 def _in_order(values: Tensor, x: Tensor, shape) -> Tensor:
     """Saved values of an image, in the order of x's memory."""
-    if x.stride(-3) == 1 and x.shape[-3] > 1:
+    if _ops.has_adjacent_channels(x):
         *lead, c, h, w = shape
         return values.view(*lead, h, w, c).movedim(-1, -3)
     return values.view(shape)
@@ -220,12 +249,13 @@ def _formula(
     inputs = (x, running_mean, running_var, weight, bias, residual, num_batches_tracked)
     _ops.BATCH_NORM_ACT.check((*inputs, blanked, group), (activation,))
     if training and num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
+        each = num_batches_tracked.dim() == 1
+        num_batches_tracked.add_((_count(x, blanked)[..., 0] > 1).long() if each else 1)
     if training or running_mean is None:
         mean, variance = _statistics(x, blanked)
         if training and running_mean is not None:
-            factor = 1.0 / num_batches_tracked if momentum < 0 else momentum
-            _update(running_mean, running_var, mean, variance, factor, x, blanked)
+            factor = 1.0 / num_batches_tracked[..., None] if momentum < 0 else momentum
+            _update(running_mean, running_var, mean, variance, factor, _count(x, blanked))
     else:
         mean, variance = running_mean, running_var
     v = (x - _wide(mean, x)) * _wide((variance + eps).rsqrt(), x)
@@ -242,13 +272,18 @@ def _pool_formula(x, running_mean, running_var, weight, bias, tracked, blanked, 
     return pooled.reshape(*x.shape[:-2], *pooled.shape[-2:])
 
 
+def _count(x: Tensor, blanked: Tensor | None) -> Tensor:
+    """The number of values per channel, `[1]` or, if streams differ, `[S, 1]`."""
+    if blanked is None:
+        samples = x.new_full((1,), x.shape[-4], dtype=_ops.wide_dtype(x))
+    else:
+        samples = (~blanked).sum(-1, keepdim=True).to(_ops.wide_dtype(x))
+    return samples * (x.shape[-2] * x.shape[-1])
+
+
 @torch.no_grad()
-def _update(running_mean, running_var, mean, variance, factor, x, blanked):
+def _update(running_mean, running_var, mean, variance, factor, count):
     """The running statistics; streams with fewer than two values keep theirs."""
-    count = x.new_tensor(x.shape[-4], dtype=mean.dtype)
-    if blanked is not None:
-        count = (~blanked).sum(-1, keepdim=True).to(mean.dtype)
-    count = count * (x.shape[-2] * x.shape[-1])
     unbiased = variance * (count / (count - 1).clamp_min(1))
     for running, new in ((running_mean, mean), (running_var, unbiased)):
         updated = running + factor * (new.to(running.dtype) - running)

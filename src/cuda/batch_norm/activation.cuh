@@ -7,6 +7,30 @@
 
 namespace fusewise::cuda {
 
+/// The gradient of relu and relu6 passes where 0 < y (< 6), as y is stored. In terms of v: between
+/// the largest v that rounds to 0 and the smallest that rounds to 6. Both are ties, which go to the
+/// even number, 0 and 6.
+template <typename T>
+inline constexpr float kRoundsTo0 = 0.0f;
+template <>
+inline constexpr float kRoundsTo0<__half> = 0x1p-25f;
+template <>
+inline constexpr float kRoundsTo0<__nv_bfloat16> = 0x1p-134f;
+template <typename T>
+inline constexpr float kRoundsTo6 = 6.0f;
+template <>
+inline constexpr float kRoundsTo6<__half> = 5.998046875f;
+template <>
+inline constexpr float kRoundsTo6<__nv_bfloat16> = 5.984375f;
+
+/// NaN passes.
+template <Activation kKind, typename T, typename A>
+__device__ __forceinline__ bool passes_at(A v) {
+  const bool open = !(v <= A(kRoundsTo0<T>));
+  if constexpr (kKind == Activation::relu6) return open && !(v >= A(kRoundsTo6<T>));
+  return open;
+}
+
 /// As accurate as a result of type T, see fast_math.cuh.
 template <Activation kKind, typename T, typename A>
 __device__ __forceinline__ A act(A v) {
@@ -24,6 +48,8 @@ __device__ __forceinline__ A act_gradient(A v, A d) {
   if constexpr (kKind == Activation::hardswish && sizeof(T) == 2) {
     if (v <= A(-3)) return A(0);
     return v < A(3) ? d * (v * A(1.0 / 3) + A(0.5)) : d;
+  } else if constexpr (kKind == Activation::relu || kKind == Activation::relu6) {
+    return passes_at<kKind, T>(v) ? d : A(0);
   } else if constexpr (kKind == Activation::silu) {
     return activation_gradient_as<kKind, T>(v, d);
   } else {
@@ -70,15 +96,14 @@ __device__ __forceinline__ void differentiate_all(Activation kind, const A (&v)[
   });
 }
 
-/// Bit k is set where the gradient of relu or relu6 passes. NaN passes.
-template <int kCount, typename A>
+/// Bit k is set where the gradient of relu or relu6 passes.
+template <typename T, int kCount, typename A>
 __device__ __forceinline__ unsigned passing(Activation kind, const A (&v)[kCount]) {
-  const A end = kind == Activation::relu6 ? A(6) : A(INFINITY);
-  const bool unbounded = kind != Activation::relu6;
   unsigned bits = 0;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    const bool passes = !(v[k] <= A(0)) && (unbounded || !(v[k] >= end));
+    const bool passes = kind == Activation::relu6 ? passes_at<Activation::relu6, T>(v[k])
+                                                  : passes_at<Activation::relu, T>(v[k]);
     bits |= static_cast<unsigned>(passes) << k;
   }
   return bits;

@@ -9,11 +9,18 @@
 
 namespace fusewise::cuda {
 
+/// The number of calls: of all streams in one, or for each stream that of the calls that updated
+/// its running statistics.
+struct Counter {
+  long long* calls;  // may be null
+  bool per_stream;
+};
+
 /// The per-channel tensors of forward, [S, C] each. Any may be null.
 struct ForwardChannels {
   const void *weight, *bias;
   void *running_mean, *running_var;
-  long long* tracked;
+  Counter counter;
   const void* group;
   void *mean, *inverse;
   void* statistics;  // [S, 3, C]: of x alone
@@ -21,6 +28,8 @@ struct ForwardChannels {
   bool wide, training;
   long long streams, channels;
 
+  /// What this call advances.
+  constexpr Counter advanced() const { return training ? counter : Counter{}; }
   /// Whether the statistics are those of this call's x.
   bool own() const { return group == nullptr && (training || running_mean == nullptr); }
 };

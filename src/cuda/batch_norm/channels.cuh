@@ -4,6 +4,7 @@
 // update the running statistics, and derive the coefficients of the second pass.
 
 #include "cuda/batch_norm/arguments.h"
+#include "cuda/reduce.cuh"
 #include "cuda/vector.cuh"
 
 namespace fusewise::cuda {
@@ -172,10 +173,29 @@ __device__ void combine_gradients(const GradientParts<A>& parts, long long strea
       finish);
 }
 
-/// The number of calls with this one, for the cumulative average.
-__device__ __forceinline__ long long tracked_calls(const ForwardChannels& f, bool counted) {
-  if (f.tracked == nullptr) return 1;
-  return *f.tracked + (counted ? 0 : 1);
+/// The number of calls, for the cumulative average.
+__device__ __forceinline__ long long calls_of(const Counter& counter, long long stream) {
+  return counter.calls == nullptr ? 1 : counter.calls[counter.per_stream ? stream : 0];
+}
+
+/// Advances a stream's counter if it has more than one value, or that of all streams. Called by one
+/// warp for each stream.
+__device__ __forceinline__ void count_call(const Counter& counter, long long stream,
+                                           const bool* blanked, long long samples,
+                                           long long pixels) {
+  if (counter.calls == nullptr || (!counter.per_stream && stream > 0)) return;
+  const int lane = threadIdx.x % 32;
+  if (!counter.per_stream) {
+    if (lane == 0) ++*counter.calls;
+    return;
+  }
+  long long present = samples;
+  if (blanked != nullptr) {
+    present = 0;
+    for (long long n = lane; n < samples; n += 32) present += !blanked[stream * samples + n];
+    present = warp_sum(present);
+  }
+  if (lane == 0 && present * pixels > 1) ++counter.calls[stream];
 }
 
 /// Writes a column of a [S, 3, C] tensor, if there is one.

@@ -6,8 +6,12 @@
 #include "cuda/batch_norm/cluster.cuh"
 
 #include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
 #include <optional>
 
+#include "common/backends.h"
 #include "cuda/batch_norm/units.cuh"
 #include "cuda/cluster.cuh"
 #include "cuda/device.h"
@@ -74,10 +78,6 @@ __global__ void __launch_bounds__(kThreads)
   const Tile<T, false> tile(cut, tile_index(cut));
   const T* x = static_cast<const T*>(a.x);
   const T* residual = static_cast<const T*>(a.residual);
-  // Nobody reads the counter here.
-  if (a.channels.training && a.channels.tracked != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
-    ++*a.channels.tracked;
-  }
   Packed<T> held[kHeldForward];
 #pragma unroll
   for (int j = 0; j < kHeldForward; ++j) {
@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kThreads)
         table.at(kScale, k) = value.scale;
         table.at(kShift, k) = value.shift;
       });
+  if (a.channels.training) tile.count_call(a.channels.counter);  // nobody reads it here
   // From here on, this block reads no other block's memory.
   if (cut.slabs > 1) arrive_in_cluster();
 
@@ -216,20 +217,58 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- Host.
 
+/// By the size of clusters, how many run at once.
+using ClustersAtOnce = std::array<int, kMostBlocks + 1>;
+
+ClustersAtOnce ask_clusters(Device device) {
+  const CurrentDevice current(device);
+  // All kernels have room for one block per SM.
+  auto* kernel = forward_kernel<float, true>;
+  allow_all(reinterpret_cast<const void*>(kernel), device);
+  ClustersAtOnce result{};
+  for (int size = 1; size <= kMostBlocks; ++size) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(size);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = sizeof(float) * shared_floats(5, 64, 8);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (cudaOccupancyMaxActiveClusters(&result[size], kernel, &config) != cudaSuccess) {
+      result[size] = 0;  // a GPU without clusters of this size reports an error
+      static_cast<void>(cudaGetLastError());
+    }
+  }
+  return result;
+}
+
+/// Queried once per device.
+const ClustersAtOnce& clusters_at_once(Device device) {
+  static std::mutex mutex;
+  static std::map<int, ClustersAtOnce> known;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find(device.index);
+  if (found != known.end()) return found->second;
+  return known.emplace(device.index, ask_clusters(device)).first->second;
+}
+
 /// A cut whose slabs fit in registers. Rows of 128 bytes if a thread then has few vectors, else the
 /// cut with the fewest per thread.
 std::optional<Cut> plan(const Context& context, const TensorView& x, const TensorView& blanked,
                         int held) {
   constexpr std::int64_t kFew = 4;
   const std::int64_t vectors = dimension(x, 3) * size_of(x.dtype) / 16;
+  const ClustersAtOnce& clusters = clusters_at_once(context.device);
   std::optional<Cut> best;
   std::int64_t fewest = held + 1;
   for (const int wanted : {8, 4, 2}) {
     const int lanes = vectors < wanted ? static_cast<int>(vectors) : wanted;
     if (vectors % lanes != 0) continue;
     const std::int64_t groups = streams_of(x) * (vectors / lanes);
-    const std::int64_t slabs = std::clamp<std::int64_t>(
-        limits_of(context.device).multiprocessors / groups, 1, kMostBlocks);
+    int slabs = kMostBlocks;  // as many as let all clusters run at once
+    while (slabs > 1 && clusters[slabs] < groups) --slabs;
     const Cut cut = make_cut(x, blanked, lanes, slabs);
     const std::int64_t steps = divide_up(cut.per_slab, kThreads / lanes);
     if (steps >= fewest) continue;

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     const long long stream = blockIdx.x / tiles, first = blockIdx.x % tiles * kFinishWidth;
     const int width =
         static_cast<int>(min(static_cast<long long>(kFinishWidth), f.channels - first));
-    const long long calls = tracked_calls(f, true);
+    const long long calls = calls_of(f.counter, stream);
     combine_moments(parts, stream, f.channels, first, width, shared,
                     [&](int k, double count, double mean, double variance) {
                       const long long at = stream * f.channels + first + k;
@@ -45,16 +45,20 @@ __global__ void __launch_bounds__(kFinishThreads)
     }
     return;
   }
-  // A single block: nobody else reads the counter that it advances.
-  const long long calls = tracked_calls(f, false);
-  for (long long at = mine; at < total; at += stride) {
-    const A* group = static_cast<const A*>(f.group) + 2 * (at / f.channels) * f.channels + at;
-    out[at] = finish_channel<T>(f, at, static_cast<double>(group[0]),
-                                static_cast<double>(group[f.channels]),
-                                static_cast<double>(group[2 * f.channels]), calls, true);
+  // A single block: nobody else reads the counters that it advances.
+  const A* const all = static_cast<const A*>(f.group);
+  const Counter counter = f.advanced();
+  for (long long s = threadIdx.x; counter.calls != nullptr && s < f.streams; s += kFinishThreads) {
+    if (counter.per_stream ? all[3 * s * f.channels] > A(1) : s == 0) ++counter.calls[s];
   }
   __syncthreads();
-  if (threadIdx.x == 0 && f.training && f.tracked != nullptr) *f.tracked = calls;
+  for (long long at = mine; at < total; at += stride) {
+    const long long s = at / f.channels;
+    const A* group = all + 2 * s * f.channels + at;
+    out[at] = finish_channel<T>(
+        f, at, static_cast<double>(group[0]), static_cast<double>(group[f.channels]),
+        static_cast<double>(group[2 * f.channels]), calls_of(f.counter, s), true);
+  }
 }
 
 /// The same in backward. `parts` may be empty: then dweight and dbias are not wanted.

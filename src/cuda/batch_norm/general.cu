@@ -98,16 +98,37 @@ struct Part {
     end = min(begin + a.per_slab, a.samples.value() * a.pixels.value());
     if (channel >= a.channels.value()) end = begin;
   }
+  __device__ __forceinline__ Place place(const Arguments& a, Index pixel) const {
+    Place place{stream, pixel, channel, 0, 0};
+    place.h = a.pixels.split(place.n);
+    place.w = a.width.split(place.h);
+    return place;
+  }
   /// Calls body(place) for this thread's values that are not blanked.
   template <typename Body>
   __device__ __forceinline__ void each(const Arguments& a, Body body) const {
 #pragma unroll 4
     for (Index p = begin + strand; p < end; p += strands) {
-      Place place{stream, p, channel, 0, 0};
-      place.h = a.pixels.split(place.n);
-      place.w = a.width.split(place.h);
-      if (!a.is_blank(place)) body(place);
+      const Place at = place(a, p);
+      if (!a.is_blank(at)) body(at);
     }
+  }
+  /// The middle one of this thread's first, last and a value between. Blanked ones are left out;
+  /// NaN if all are.
+  template <typename T>
+  __device__ __forceinline__ Accumulator<T> typical(const Arguments& a) const {
+    using A = Accumulator<T>;
+    A few[3] = {A(NAN), A(NAN), A(NAN)};  // fmin and fmax ignore NaN
+    const Index first = begin + strand;
+    if (first < end) {
+      const Index last = (end - 1 - first) / strands;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const Place at = place(a, first + last * i / 2 * strands);
+        if (!a.is_blank(at)) few[i] = a.x.get<T>(at);
+      }
+    }
+    return fmax(fmin(few[0], few[1]), fmin(fmax(few[0], few[1]), few[2]));
   }
   /// Adds over the strands in a fixed order. Threads of strand 0 get the sum of their channel.
   template <typename Sums>
@@ -138,23 +159,22 @@ struct LaneMoments : Moments {
   }
 };
 
-/// Mean and squares of the slabs. Each thread shifts its values by its first one, so that their
+/// Mean and squares of the slabs. Each thread shifts its values by a typical one, so that their
 /// squares do not cancel.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     moments_kernel(const __grid_constant__ Arguments a, const MomentParts<Accumulator<T>> parts,
-                   long long* tracked) {
+                   const Counter counter) {
   using A = Accumulator<T>;
   __shared__ double counts[kThreads], means[kThreads];
   __shared__ LaneMoments rows[kWarps][32];
   allow_next_kernel();
-  if (tracked != nullptr && blockIdx.x == 0 && threadIdx.x == 0) ++*tracked;
   const Part part(a);
   Index count = 0;
-  A shift = 0, sum = 0, squares = 0;
+  A shift = part.typical<T>(a), sum = 0, squares = 0;
   part.each(a, [&](const Place& place) {
     const A x = a.x.get<T>(place);
-    if (count++ == 0) shift = x;
+    if (count++ == 0 && shift != shift) shift = x;
     const A d = x - shift;
     sum += d;
     squares += d * d;
@@ -173,6 +193,10 @@ __global__ void __launch_bounds__(kThreads)
   LaneMoments sums;
   if (count > 0) sums.Moments::add(own.count, mean, own.central(), reference);
   sums = part.total(a, sums, rows);
+  if (part.tile == 0 && part.slab == 0 && threadIdx.x < 32) {
+    const Index samples = a.total > 0 ? a.samples.value() : 0;
+    count_call(counter, part.stream, a.blanked, samples, a.pixels.value());
+  }
   if (!part.writes(a)) return;
   const Index at = part.at(a);
   parts.means[at] = sums.mean(reference);
@@ -240,7 +264,7 @@ __global__ void __launch_bounds__(kThreads)
       } else {
         A v[1] = {coefficients[p.s * a.channels.value() + p.c](a.x.get<T>(p))};
         if (a.residual.data != nullptr) v[0] += a.residual.get<T>(p);
-        passes = passing(a.activation, v) != 0;
+        passes = passing<T>(a.activation, v) != 0;
         activate_all<T>(a.activation, v);
         a.y.set<T>(p, v[0]);
       }
@@ -345,7 +369,7 @@ void general_coefficients(const Context& context, const TensorView& x, const Ten
   const MomentParts<A> parts = memory.moments();
   if (f.own()) {
     launch_kernel(first_pass(context, a, f.channels), "computing moments", moments_kernel<T>, a,
-                  parts, f.training ? f.tracked : nullptr);
+                  parts, f.advanced());
   }
   launch_finish<T>(context, f, parts, out);
 }

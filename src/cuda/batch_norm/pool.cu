@@ -299,7 +299,7 @@ struct Cell {
 
 /// Sums of dv and dv * (x - mean) of the slabs.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kWidth > 1 ? 2 : 3)
     pool_sums_kernel(const __grid_constant__ Arguments a, const BackwardChannels b,
                      const GradientParts<Accumulator<T>> parts) {
   using A = Accumulator<T>;
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) channels.of[k] = saved_coefficients<T>(b, first + k);
   A dv[kWidth] = {}, dvx[kWidth] = {};
-  Index count = 0;
+  int count = 0;
   for (Index i = begin + strand; i < end; i += kThreads / a.lanes) {
     Place p{stream, i, channel, 0, 0};
     p.w = a.columns.split(p.n);

@@ -92,9 +92,8 @@ struct Tile {
     return cut.blanked != nullptr &&
            cut.blanked[static_cast<Index>(stream) * cut.samples + cut.sample_units.quotient(unit)];
   }
-  /// The first unit that is not blanked, or `end`.
-  __device__ unsigned first_present() const {
-    unsigned unit = begin;
+  /// The first unit from `unit` on that is not blanked, or `end`.
+  __device__ unsigned next_present(unsigned unit) const {
     while (unit < end && is_blank(unit)) {
       const Index next = (cut.sample_units.quotient(unit) + 1) * cut.sample_units.value();
       unit = static_cast<unsigned>(min(next, static_cast<Index>(end)));
@@ -118,6 +117,12 @@ struct Tile {
       present = warp_sum(present);
     }
     return static_cast<double>(present * (kPlanar ? kVector : 1));
+  }
+  /// Advances the counter of this block's stream, if it is the first block of it.
+  __device__ __forceinline__ void count_call(const Counter& counter) const {
+    if (first > 0 || slab > 0 || threadIdx.x >= 32) return;
+    const Index pixels = cut.sample_units.value() * (kPlanar ? kVector : 1);
+    cuda::count_call(counter, stream, cut.blanked, cut.samples, pixels);
   }
   __device__ __forceinline__ Index channel(int k) const {
     return static_cast<Index>(stream) * cut.channels + first + k;

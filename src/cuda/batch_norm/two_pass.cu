@@ -33,11 +33,10 @@ constexpr int kMostLanes = 64;
 template <typename T, bool kPlanar>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     moments_kernel(const __grid_constant__ Cut cut, const T* x, const MomentParts<float> parts,
-                   long long* tracked) {
+                   const Counter counter) {
   constexpr int kVector = Vector<T>::kSize, kBatch = kInFlight + 2;
   extern __shared__ __align__(16) float shared[];
   allow_next_kernel();
-  if (tracked != nullptr && blockIdx.x == 0 && threadIdx.x == 0) ++*tracked;
   const Tile<T, kPlanar> tile(cut, blockIdx.x);
   Packed<T> batch[kBatch];
   bool present[kBatch];
@@ -77,6 +76,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     parts.means[tile.part(k)] = own.mean(shifts.at(0, k));
     parts.squares[tile.part(k)] = static_cast<float>(own.central());
   });
+  tile.count_call(counter);
 }
 
 /// Memory: x and the residual once, y once, and a bit per value.
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     table.at(kShift, k) = value.shift;
   };
   if (a.parts.slabs > 0) {
-    const long long calls = tracked_calls(a.channels, true);
+    const long long calls = calls_of(a.channels.counter, tile.stream);
     combine_moments(a.parts, tile.stream, cut.channels, tile.first, tile.width,
                     shared + table_floats(3, tile.width),
                     [&](int k, double count, double mean, double variance) {
@@ -251,6 +251,25 @@ int choose_lanes(int vectors) {
   return static_cast<int>(divide_up(vectors, 2 * tiles)) * 2;
 }
 
+/// Slabs of each of `groups`, at most `most`: as many blocks as are resident at once. With so many
+/// groups that this leaves much of the GPU idle, those whose last wave is the fullest.
+constexpr std::int64_t choose_slabs(std::int64_t groups, std::int64_t resident, std::int64_t most) {
+  if (2 * groups <= resident) return std::min(resident / groups, most);
+  std::int64_t best = 1;
+  double fullest = 0;
+  for (std::int64_t slabs = 1; slabs <= std::min<std::int64_t>(8, most); ++slabs) {
+    const std::int64_t blocks = groups * slabs, waves = divide_up(blocks, resident);
+    const double full = static_cast<double>(blocks) / static_cast<double>(waves * resident);
+    if (full <= fullest) continue;
+    best = slabs;
+    fullest = full;
+  }
+  return best;
+}
+static_assert(choose_slabs(64, 264, 100) == 4 && choose_slabs(64, 264, 3) == 3);
+static_assert(choose_slabs(264, 264, 100) == 1);  // one full wave
+static_assert(choose_slabs(144, 264, 100) == 7);  // 1008 of 1056 places in four waves
+
 Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanked) {
   const int vector = static_cast<int>(16 / size_of(x.dtype));
   const std::int64_t streams = x.rank == 5 ? x.sizes[0] : 1, samples = dimension(x, 4);
@@ -261,12 +280,9 @@ Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanke
   const std::int64_t tiles = channels_last ? divide_up(vectors, lanes) : channels;
   const std::int64_t sample_units = channels_last ? pixels : pixels / vector;
   const std::int64_t units = samples * sample_units;
-  // As many blocks as fit at once, but not more than have a vector for each thread.
   const std::int64_t resident = kBlocks * limits_of(context.device).multiprocessors;
-  const std::int64_t most = divide_up(units, kThreads / lanes);
-  const std::int64_t slabs =
-      std::clamp<std::int64_t>(resident / (streams * tiles), 1, std::max<std::int64_t>(most, 1));
-  return make_cut(x, blanked, lanes, slabs);
+  const std::int64_t most = divide_up(units, kThreads / lanes);  // a vector for each thread
+  return make_cut(x, blanked, lanes, choose_slabs(streams * tiles, resident, most));
 }
 
 /// The plan of a call and its launches.
@@ -339,8 +355,7 @@ void two_pass_coefficients(const Context& context, const TensorView& x, const Te
   const PartMemory<float> memory(context, f.streams, p.cut.slabs, f.channels);
   dispatch(x, false, [&]<typename T>(T, auto planar, auto) {
     launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
-                  static_cast<const T*>(x.data), memory.moments(),
-                  f.training ? f.tracked : nullptr);
+                  static_cast<const T*>(x.data), memory.moments(), f.advanced());
     launch_finish<T>(context, f, memory.moments(), out);
   });
 }
@@ -369,7 +384,7 @@ void two_pass_run(const Context& context, const BatchNormActForward& call) {
   dispatch(call.x, call.residual.defined(), [&]<typename T>(T, auto planar, auto residual) {
     if (own) {
       launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
-                    static_cast<const T*>(call.x.data), a.parts, f.training ? f.tracked : nullptr);
+                    static_cast<const T*>(call.x.data), a.parts, f.advanced());
     }
     if (between) {
       launch_finish<T>(context, f, a.parts, coefficients.data());

@@ -11,38 +11,40 @@ namespace fusewise::cuda {
 // ---- Forward.
 
 /// A value near the mean of each channel of a block, so that the squares of the differences from it
-/// do not cancel: the mean of a few values.
+/// do not cancel: of four values across the slab, the mean without the largest and the smallest.
+/// One unusual value, as from the border of an image, does not move it far.
 template <typename T, bool kPlanar>
 __device__ __forceinline__ void fill_shifts(const Tile<T, kPlanar>& tile, const T* x,
                                             const Table<T, kPlanar>& shifts) {
   constexpr int kVector = Vector<T>::kSize;
-  const Cut& cut = tile.cut;
   if (threadIdx.x >= tile.lanes) return;
-  const unsigned from = tile.first_present();
-  // Pixels of one sample, so none of them is blanked.
-  const int sample_left =
-      static_cast<int>((cut.sample_units.quotient(from) + 1) * cut.sample_units.value() - from);
-  constexpr int kMost = kPlanar ? 1 : 4;
-  const int count = min(kMost, min(static_cast<int>(tile.end - from), sample_left));
-  Vector<T> few[kMost];
+  // Uneven, so that they are not the same pixel of several images.
+  constexpr Index kParts[] = {7, 13, 19, 29};
+  Vector<T> few[4] = {};  // 0 if all is blanked
 #pragma unroll
-  for (int i = 0; i < kMost; ++i) {  // all in flight at once
-    if (i < count) few[i] = load_vector(x + tile.offset(from + i));
+  for (int i = 0; i < 4; ++i) {  // all in flight at once
+    const Index size = tile.end - tile.begin;
+    unsigned unit = tile.next_present(tile.begin + static_cast<unsigned>(size * kParts[i] / 32));
+    if (unit == tile.end) unit = tile.next_present(tile.begin);
+    if (unit < tile.end) few[i] = load_vector(x + tile.offset(unit));
   }
-  float sums[kVector] = {};
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) sums[k] += i < count ? few[i][k] : 0.0f;
-  }
+  const auto middle = [](float a, float b, float c, float d) {
+    const float low = fmaxf(fminf(a, b), fminf(c, d)), high = fminf(fmaxf(a, b), fmaxf(c, d));
+    return 0.5f * low + 0.5f * high;  // their sum might overflow
+  };
   if constexpr (kPlanar) {
+    float means[4] = {};
 #pragma unroll
-    for (int k = 1; k < kVector; ++k) sums[0] += sums[k];
-    shifts.at(0, 0) = sums[0] / kVector;
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) means[i] += few[i][k] * (1.0f / kVector);
+    }
+    shifts.at(0, 0) = middle(means[0], means[1], means[2], means[3]);
   } else {
-    const float each = 1.0f / static_cast<float>(max(count, 1));
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) shifts.at(0, tile.lane * kVector + k) = sums[k] * each;
+    for (int k = 0; k < kVector; ++k) {
+      shifts.at(0, tile.lane * kVector + k) = middle(few[0][k], few[1][k], few[2][k], few[3][k]);
+    }
   }
 }
 
@@ -96,7 +98,7 @@ __device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
   }
   const bool blank = tile.is_blank(unit);
   if (kResidual && a.passes != nullptr) {
-    unsigned bits = blank ? 0 : passing(a.activation, v);
+    unsigned bits = blank ? 0 : passing<T>(a.activation, v);
     if constexpr (kVector == 4) {  // two neighbouring lanes share a byte
       bits |= __shfl_xor_sync(3u << (threadIdx.x & 30), bits, 1) << 4;
     }
