@@ -24,7 +24,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostRowBytes = std::int64_t{128} << 20;  // scratch for a chunk of rows
 constexpr int kMostFusedSlices = 256;    // above this, multiplying the parameters takes too long
-constexpr int kMostParts = 16;           // blocks per basis vector: each reads all of it
+constexpr std::int64_t kMostParts = 16;  // blocks per basis vector: each reads all of it
 constexpr std::int64_t kRowsApart = 16;  // chunks start at multiples of this, to stay aligned
 
 // ---- kernels over rows
@@ -158,16 +158,19 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- kernels over parameters
 
-/// Packed matrices are padded to blocks of 16.
-__host__ __device__ constexpr int padded(int size, bool packed) {
-  return packed ? (size + 15) / 16 * 16 : size;
+/// Packed matrices are padded to whole blocks.
+__host__ __device__ constexpr int padded_inputs(int size, bool packed) {
+  return packed ? 16 * norm_input_blocks(size) : size;
+}
+__host__ __device__ constexpr int padded_outputs(int size, bool packed) {
+  return packed ? 16 * norm_output_blocks(size) : size;
 }
 
 /// The operands of the GEMMs. With fp16 or bf16 some exist twice: values computed from parameters
 /// alone, and the score, are rounded only once.
 template <typename T, typename A>
 struct Prepared {
-  Affine<A> norm, mid_norm;   ///< [M], [L]: padded with zeros to multiples of 16
+  Affine<A> norm, mid_norm;   ///< [M], [L]: padded like the inputs of the matrices
   T *encoder, *encoder_bias;  ///< [S, M], [S]
   A *mid, *mid_bias;          ///< [L, L], [L]
   bool packed;                ///< packed for norm_linear.cu; the same kernel computes `decode`
@@ -194,7 +197,8 @@ struct Copied {
 template <typename W, typename T, typename A, typename To>
 __device__ void copy_row(const Copied<To, A>& c, int n, const Prepared<T, A>& prepared) {
   const bool real = n < c.outputs;
-  for (int k = threadIdx.x; k < padded(c.inputs, prepared.packed); k += blockDim.x) {
+  const int columns = padded_inputs(c.inputs, prepared.packed);
+  for (int k = threadIdx.x; k < columns; k += blockDim.x) {
     const long long at = static_cast<long long>(n) * c.inputs + k;
     const A value = real && k < c.inputs ? read<W>(c.weight, at) : A(0);
     if (!prepared.packed) {
@@ -203,44 +207,44 @@ __device__ void copy_row(const Copied<To, A>& c, int n, const Prepared<T, A>& pr
     }
     if constexpr (!std::is_same_v<A, double>) {
       const To weight = packed_value<To>(value, prepared.tf32);
-      c.to[register_position(n, k, (c.inputs + 15) / 16)] = weight;
+      c.to[register_position(n, k, norm_input_blocks(c.inputs))] = weight;
       if (c.transposed == nullptr) continue;
-      c.transposed[register_position(k, n, (c.outputs + 15) / 16)] = weight;
+      c.transposed[register_position(k, n, norm_output_blocks(c.outputs))] = weight;
     }
   }
-  if (real && threadIdx.x == 0) c.to_bias[n] = from_accumulator<To>(read<W>(c.bias, n));
+  if (threadIdx.x == 0) c.to_bias[n] = from_accumulator<To>(real ? read<W>(c.bias, n) : A(0));
   if (n > 0) return;
-  for (int k = threadIdx.x; k < padded(c.inputs, true); k += blockDim.x) {
+  for (int k = threadIdx.x; k < columns; k += blockDim.x) {
     c.norm.weight[k] = k < c.inputs ? read<W>(c.norm_weight, k) : A(0);
     c.norm.bias[k] = k < c.inputs ? read<W>(c.norm_bias, k) : A(0);
   }
 }
 
-/// Computes frame f of latent l of `decode`, one warp per mel. `inverse`: 1 / the basis vector's
+/// Computes a part of latent l of `decode`, one thread per value. `inverse`: 1 / the basis vector's
 /// norm.
 template <typename W, typename T, typename A>
 __device__ void fold_decoder(const AutoencoderTensors<const void*>& p, const AutoencoderSizes& s,
-                             int l, int f, A inverse, const Prepared<T, A>& to) {
-  const long long vector = static_cast<long long>(l) * s.frames + f;
-  for (int m = threadIdx.x / 32; m < s.n_mels; m += blockDim.x / 32) {
+                             int l, int part, int parts, A inverse, const Prepared<T, A>& to) {
+  const long long width = static_cast<long long>(s.frames) * s.n_mels;
+  const long long stride = static_cast<long long>(parts) * blockDim.x;
+  for (long long i = part * blockDim.x + threadIdx.x; i < width; i += stride) {
+    const long long basis = (l * static_cast<long long>(s.frames) + i / s.n_mels) * s.slice_latent;
+    const long long decoder = i % s.n_mels * s.slice_latent;
     A sum = 0;
-    for (int k = threadIdx.x % 32; k < s.slice_latent; k += 32) {
-      sum += read<W>(p.basis, vector * s.slice_latent + k) * inverse *
-             read<W>(p.decoder_weight, static_cast<long long>(m) * s.slice_latent + k);
+#pragma unroll 4
+    for (int k = 0; k < s.slice_latent; ++k) {
+      sum += read<W>(p.basis, basis + k) * inverse * read<W>(p.decoder_weight, decoder + k);
     }
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 > 0) continue;
-    to.decode[vector * s.n_mels + m] = sum;
+    to.decode[l * width + i] = sum;
     if constexpr (!std::is_same_v<T, A>) {
-      to.decode_of_rows[vector * s.n_mels + m] = from_accumulator<T>(sum);
+      to.decode_of_rows[l * width + i] = from_accumulator<T>(sum);
     }
   }
 }
 
-/// `parts` blocks for each basis vector, which share its frames, and one block for each row of the
-/// other matrices.
+/// `parts` blocks for each basis vector, and one block for each row of the other matrices.
 template <typename W, typename T, typename A>
-__global__ void __launch_bounds__(kFinishThreads)
+__global__ void __launch_bounds__(kThreads)
     prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<T, A> to,
                    int parts, bool decodes) {
   int b = blockIdx.x;
@@ -252,7 +256,7 @@ __global__ void __launch_bounds__(kFinishThreads)
       const A value = read<W>(p.basis, begin + k);
       squares[0] += value * value;
     }
-    block_totals<kFinishThreads>(squares);
+    block_totals<kThreads>(squares);
     const A norm = sqrt(squares[0]);
     // Not max, which would discard NaN.
     const A inverse = norm < A(1e-12) ? A(1e12) : A(1) / norm;
@@ -263,25 +267,24 @@ __global__ void __launch_bounds__(kFinishThreads)
       to.unit[begin + k] = value;
       if constexpr (!std::is_same_v<T, A>) to.unit_of_rows[begin + k] = from_accumulator<T>(value);
     }
-    if (!to.packed || !decodes) return;
-    for (int f = part; f < s.frames; f += parts) fold_decoder<W>(p, s, l, f, inverse, to);
+    if (to.packed && decodes) fold_decoder<W>(p, s, l, part, parts, inverse, to);
     return;
   }
   b -= s.latent * parts;
-  if (b < padded(s.latent, to.packed)) {
+  if (b < padded_outputs(s.latent, to.packed)) {
     const Copied<A, A> mid{
         p.mid_weight, p.mid_bias, p.mid_norm_weight, p.mid_norm_bias, s.latent,
         s.latent,     to.mid,     to.mid_transposed, to.mid_bias,     to.mid_norm};
     return copy_row<W>(mid, b, to);
   }
-  b -= padded(s.latent, to.packed);
-  if (b < padded(s.slice_latent, to.packed)) {
+  b -= padded_outputs(s.latent, to.packed);
+  if (b < padded_outputs(s.slice_latent, to.packed)) {
     const Copied<T, A> encoder{
         p.encoder_weight, p.encoder_bias, p.norm_weight,         p.norm_bias,     s.slice_latent,
         s.n_mels,         to.encoder,     to.encoder_transposed, to.encoder_bias, to.norm};
     return copy_row<W>(encoder, b, to);
   }
-  b -= padded(s.slice_latent, to.packed);
+  b -= padded_outputs(s.slice_latent, to.packed);
   for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
     const long long at = static_cast<long long>(b) * s.slice_latent + k;
     to.decoder[at] = read<W>(p.decoder_weight, at);
@@ -433,10 +436,12 @@ class GeneralPath {
         memory_(context, lay_out(call, nullptr)) {
     lay_out(call, memory_.data());
     dispatch_parameters<A>(call.parameter_dtype, [&]<typename W>(W) {
-      const int parts = fused_ ? std::min(s_.frames, kMostParts) : 1;
-      const std::int64_t blocks = std::int64_t{s_.latent} * parts + padded(s_.latent, fused_) +
-                                  padded(s_.slice_latent, fused_) + s_.n_mels;
-      launch_kernel({context_, blocks, kFinishThreads}, "preparing the autoencoder's weights",
+      const std::int64_t values = fused_ ? std::max(width_, hidden_) : hidden_;
+      const int parts = static_cast<int>(std::min(divide_up(values, kThreads), kMostParts));
+      const std::int64_t blocks = std::int64_t{s_.latent} * parts +
+                                  padded_outputs(s_.latent, fused_) +
+                                  padded_outputs(s_.slice_latent, fused_) + s_.n_mels;
+      launch_kernel({context_, blocks, kThreads}, "preparing the autoencoder's weights",
                     prepare_kernel<W, T, A>, call.parameters, s_, prepared_, parts, decodes(call));
     });
     if (!decodes(call) || fused_) return;
@@ -600,12 +605,14 @@ class GeneralPath {
   std::int64_t lay_out(const Call& call, char* memory) {
     Pieces pieces(memory);
     const std::int64_t m = s_.n_mels, l = s_.latent, h = s_.slice_latent;
-    const std::int64_t encoder = fused_ ? packed_weights(h, m) : h * m;
-    const std::int64_t mid = fused_ ? packed_weights(l, l) : l * l;
+    const std::int64_t slices = padded_outputs(s_.slice_latent, fused_);
+    const std::int64_t latents = padded_outputs(s_.latent, fused_);
+    const std::int64_t encoder = slices * padded_inputs(s_.n_mels, fused_);
+    const std::int64_t mid = latents * padded_inputs(s_.latent, fused_);
     prepared_.packed = fused_;
     prepared_.tf32 = tf32_;
     const auto affine = [&](int columns) -> Affine<A> {
-      const int wide = padded(columns, true);
+      const int wide = padded_inputs(columns, fused_);
       return {pieces.take<A>(wide), pieces.take<A>(wide)};
     };
     prepared_.norm = affine(s_.n_mels);
@@ -616,8 +623,8 @@ class GeneralPath {
       prepared_.encoder_transposed = pieces.take<T>(encoder);
       prepared_.mid_transposed = pieces.take<A>(mid);
     }
-    prepared_.encoder_bias = pieces.take<T>(h);
-    prepared_.mid_bias = pieces.take<A>(l);
+    prepared_.encoder_bias = pieces.take<T>(slices);
+    prepared_.mid_bias = pieces.take<A>(latents);
     prepared_.inverse_norm = pieces.take<A>(l);
     prepared_.unit = pieces.take<A>(l * hidden_);
     prepared_.decoder = pieces.take<A>(m * h);
