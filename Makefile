@@ -23,7 +23,7 @@ CXX_FILES = $$(find include src bindings tests/cpp tests/fuzz examples benchmark
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
-setup: .venv/ready  ## make .venv with everything that is needed, once
+setup: .venv/ready  ## create .venv with all dependencies, once
 .venv/ready: requirements-dev.txt tools/setup.sh
 	@PYTHON="$(PYTHON)" tools/setup.sh
 
@@ -36,16 +36,16 @@ lint: setup  ## check format and style, change nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: setup  ## put everything into the house format
+format: setup  ## format all code
 	$(BIN)/clang-format -i $(CXX_FILES)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint build test-core  ## everything that needs no second environment: lint, C++, Python, core alone
+test: lint build test-core  ## lint, C++ tests, Python tests, and the core alone
 	$(CTEST) --preset dev
 	$(BIN)/python -m pytest
 
-test-core: setup  ## the C++ core with no Python and no torch: build, test, install, use
+test-core: setup  ## build, test, install and use the C++ core without Python and torch
 	$(CMAKE) --preset core
 	$(CMAKE) --build --preset core
 	$(CTEST) --preset core
@@ -54,28 +54,28 @@ test-core: setup  ## the C++ core with no Python and no torch: build, test, inst
 	$(CMAKE) --build build/example
 	build/example/squeeze_excite
 
-test-sanitize: setup  ## the core's tests under ASan and UBSan, and a minute of fuzzing
+test-sanitize: setup  ## run the core's tests under ASan and UBSan, then fuzz for a minute
 	$(CMAKE) --preset sanitize
 	$(CMAKE) --build --preset sanitize
 	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --preset sanitize  # as malloc would
 	tools/fuzz.sh 60
 
-test-compat: build  ## the built library under the newest torch, and a clean `pip install .`
+test-compat: build  ## test the built library under the newest torch, and a clean `pip install .`
 	@PYTHON="$(PYTHON)" tools/compat.sh
 
 bench: build  ## measure against PyTorch; ARGS="--full --device cpu" and the like are passed on
 	$(BIN)/fusewise bench $(ARGS)
 
-fuzz-calls: build  ## random calls of every operator by the accuracy rule; ARGS="mlp --seed 1" and the like
+fuzz-calls: build  ## check random calls of every operator; ARGS="mlp --seed 1" and the like are passed on
 	$(BIN)/python tools/fuzz_calls.py $(ARGS)
 
 # With the python3 on the path where that has the right torch (nothing is installed), else .venv.
 mutants gpu gpu-soak: any_python = $$(python3 tools/has_torch.py && echo python3 || echo $(BIN)/python)
-mutants:  ## plant small bugs one at a time, each must fail its test; ARGS="--jobs 4 linear_act" picks
+mutants:  ## plant small bugs one at a time, which a test must find; ARGS="--jobs 4 linear_act" picks some
 	@python3 tools/has_torch.py || $(MAKE) setup
 	$(any_python) tools/mutants.py $(ARGS)
 
-gpu:  ## on a GPU: build, test, sanitize, fuzz, measure, in parts; `make gpu PARTS` lists them, PART="a b" picks, AGAIN=1 repeats
+gpu:  ## on a GPU: build, test, sanitize, fuzz and measure; `make gpu PARTS` lists the parts, PART="a b" picks some, AGAIN=1 repeats those that passed
 ifeq (,$(filter PARTS,$(MAKECMDGOALS)))
 	@python3 tools/has_torch.py || $(MAKE) setup
 	$(any_python) tools/gpu.py $(PART) $(if $(AGAIN),--again) --commit="$(COMMIT)" --bench="$(ARGS)"
@@ -86,11 +86,11 @@ endif
 PARTS:
 	@python3 tools/gpu.py --list
 
-gpu-summary:  ## merge the files of all parts into gpu-results/summary.md; FROM="folder ..." where they are elsewhere
+gpu-summary:  ## merge the records of all parts into gpu-results/summary.md; FROM="folder ..." reads them elsewhere
 	@python3 tools/gpu.py --summary $(FROM)
 
-gpu-soak:  ## on a GPU, after `make gpu`: a million calls with flat memory
+gpu-soak:  ## on a GPU, after `make gpu`: a million calls, during which memory must not grow
 	PYTHONPATH="python:$${PYTHONPATH:-}" $(any_python) tools/soak.py
 
-clean:  ## remove what was built and measured; .venv stays
+clean:  ## remove build and result folders; .venv stays
 	rm -rf build dist bench-results gpu-results profile-results python/fusewise/_lib/*.so

@@ -43,13 +43,13 @@ def problems(path: Path) -> list[str]:
             elif ".so" in Path(name).suffixes:
                 section = dynamic_section(wheel.read(name))
                 if "libpython" in section:
-                    found.append(f"{name} is bound to one Python")
+                    found.append(f"{name} is linked to libpython, and so to one Python version")
                 if re.search(r"\((RPATH|RUNPATH)\)", section):
-                    found.append(f"{name} has a run-time path of the build machine")
+                    found.append(f"{name} has an RPATH or RUNPATH of the build machine")
     return found
 
 
 if __name__ == "__main__":
     found = problems(Path(sys.argv[1]))
-    print("\n".join(found) or f"{Path(sys.argv[1]).name}: as it should be")
+    print("\n".join(found) or f"{Path(sys.argv[1]).name}: no problems found")
     raise SystemExit(bool(found))

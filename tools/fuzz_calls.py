@@ -291,7 +291,7 @@ def fuzz(operator, device, seed, numbers):
             check(*cases)
         except Exception as error:  # any exception is a finding
             if is_small(error) and not breaks_again(operator, device, seed, number):
-                print(f"not counted: {error}, but not with other values; {command}", flush=True)
+                print(f"not counted, because other values pass: {error}; {command}", flush=True)
                 continue
             failed += 1
             if failed <= SHOWN:
@@ -307,9 +307,11 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=", ".join(OPERATORS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--calls", type=int, default=CALLS, help=f"of each operator ({CALLS})")
-    parser.add_argument("--seed", type=int, help="without: a new one")
-    parser.add_argument("--call", type=int, help="only the one of this number")
+    parser.add_argument(
+        "--calls", type=int, default=CALLS, help=f"calls of each operator (default: {CALLS})"
+    )
+    parser.add_argument("--seed", type=int, help="default: a random one")
+    parser.add_argument("--call", type=int, help="run only the call with this number")
     options = parser.parse_args(arguments)
     if unknown := set(options.operators) - set(OPERATORS):
         parser.error(f"unknown operator {min(unknown)}; there are: {', '.join(OPERATORS)}")

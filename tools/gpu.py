@@ -127,7 +127,7 @@ def shared_gpu():
             not control
             or subprocess.run([control, "-d"], env=ENVIRONMENT | environment).returncode != 0
         ):
-            print("the multi-process service does not run: tests take longer")
+            print("CUDA MPS could not be started; the tests take longer")
             yield {}
             return
         try:
@@ -231,7 +231,9 @@ def describe() -> dict:
         [sys.executable, "-c", program], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
     )
     if done.returncode != 0:
-        raise SystemExit(f"gpu: this machine cannot be used: {done.stderr.strip()[-600:]}")
+        raise SystemExit(
+            f"gpu: fusewise or the GPU cannot be used on this machine: {done.stderr.strip()[-600:]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -317,12 +319,16 @@ def write_summary(folders: list[Path]) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="PART", help="without: all, and the summary")
-    parser.add_argument("--list", action="store_true", help="the parts, and how long they take")
-    parser.add_argument("--summary", action="store_true", help="of the folders, and no run")
-    parser.add_argument("--again", action="store_true", help="also what passed already")
-    parser.add_argument("--commit", help="what is tested, where git does not know")
-    parser.add_argument("--bench", default="", help="arguments of the benchmark, as one string")
+    parser.add_argument(
+        "names", nargs="*", metavar="PART", help="parts to run (default: all, then the summary)"
+    )
+    parser.add_argument("--list", action="store_true", help="list the parts and how long they take")
+    parser.add_argument(
+        "--summary", action="store_true", help="run nothing; summarise the records in these folders"
+    )
+    parser.add_argument("--again", action="store_true", help="also run parts that passed already")
+    parser.add_argument("--commit", help="name of the tested commit, if git cannot tell")
+    parser.add_argument("--bench", default="", help="arguments for the benchmark, as one string")
     options = parser.parse_args(arguments)
     if options.commit:
         ENVIRONMENT["FUSEWISE_COMMIT"] = options.commit

@@ -84,7 +84,7 @@ def read_list(root: Path = ROOT) -> list[Mutant]:
 def problems(mutants: list[Mutant], root: Path = ROOT) -> list[str]:
     """What is wrong with the entries: each with its name and what to do."""
     found = [
-        f"{name}: the name is there {count} times"
+        f"{name}: the name appears {count} times, expected once"
         for name, count in Counter(mutant.name for mutant in mutants).items()
         if count > 1
     ]
@@ -92,8 +92,10 @@ def problems(mutants: list[Mutant], root: Path = ROOT) -> list[str]:
         path = root / mutant.file
         count = path.read_text().count(mutant.before) if path.is_file() else -1
         if count != 1:
-            said = "there is no such file" if count < 0 else f"{mutant.before!r} is there {count}x"
-            found.append(f"{mutant.name}: {mutant.file}: {said}, expected once: mend the entry")
+            said = f"{mutant.before!r} appears {count} times, expected once"
+            if count < 0:
+                said = "there is no such file"
+            found.append(f"{mutant.name}: {mutant.file}: {said}; correct the entry")
         if mutant.before == mutant.after:
             found.append(f"{mutant.name}: changes nothing")
         if not _test_exists(mutant, root):
@@ -178,7 +180,7 @@ class Scratch:
         if code == 0:
             return SURVIVED, f"{mutant.test} passes"
         if code is None:
-            return KILLED, f"after {TEST_SECONDS} s without an end"
+            return KILLED, f"did not end within {TEST_SECONDS} s"
         if code < 0:
             return KILLED, signal.Signals(-code).name
         if mutant.by_pytest and code != PYTEST_FAILED:
@@ -237,7 +239,7 @@ class Scratch:
                 (self.folder / "build" / "configured.log").write_text(said)
             return process.returncode, said[-1500:]
         except subprocess.TimeoutExpired:
-            return None, f"no end after {timeout} s"
+            return None, f"did not end within {timeout} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -256,7 +258,7 @@ def prepare(jobs: int) -> list[Scratch]:
     with ThreadPoolExecutor(jobs) as pool:
         failures += pool.map(Scratch.prepare, copies[alone:])
     for failure in filter(None, failures):
-        raise SystemExit(f"the tree does not build without a bug:\n{failure}")
+        raise SystemExit(f"the tree does not build even without a bug:\n{failure}")
     return copies
 
 
@@ -394,10 +396,15 @@ def cpu_flags() -> set[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("patterns", nargs="*", metavar="PATTERN")
+    parser.add_argument(
+        "patterns", nargs="*", metavar="PATTERN",
+        help="run mutants whose name, family or file contains it (default: all)",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
-    parser.add_argument("--resume", action="store_true", help="leave out what is killed already")
+    parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
+    parser.add_argument(
+        "--resume", action="store_true", help="skip mutants that an earlier run killed"
+    )
     options = parser.parse_args(arguments)
     mutants = read_list()
     if wrong := problems(mutants):
@@ -427,9 +434,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     if mutants:
         jobs = max(1, min(options.jobs, len(mutants)))
-        print(f"{jobs} copies of the tree, built", flush=True)
+        print(f"building {jobs} copies of the tree", flush=True)
         copies = prepare(jobs)
-        print(f"{time.monotonic() - begin:.0f} s; their tests, without a bug", flush=True)
+        print(f"{time.monotonic() - begin:.0f} s; running the tests without a bug", flush=True)
         flags, gtest = cpu_flags(), copies[0].has_gtest()
         left = []
         for mutant in mutants:

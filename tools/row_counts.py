@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--counts", type=int, default=10_000)
     parser.add_argument(
-        "--sequential", action="store_true", help="1, 2, 3, ... instead of shuffled"
+        "--sequential", action="store_true", help="row counts 1, 2, 3, ... instead of shuffled ones"
     )
     options = parser.parse_args()
     kind = {"device": "cuda", "dtype": torch.bfloat16}

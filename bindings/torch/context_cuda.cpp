@@ -54,9 +54,9 @@ void check_works(Device device) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &stream));
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cuda::check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture),
-                   "the capture of a graph");
+                   "graph capture");
   if (capture == cudaStreamCaptureStatusInvalidated) {
-    throw Error("CUDA: the capture of a graph failed: torch may not allocate memory in it");
+    throw Error("CUDA: graph capture failed: torch may not allocate memory during it");
   }
 }
 

@@ -103,8 +103,8 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
   set_options(call, activation, final_activation, {tf32, reduced_sums, tune}, implementation);
   const std::size_t layers = weights.size();
   check(layers >= 1, "weights: expected at least one");
-  check(biases.empty() || biases.size() == layers, "biases: expected ", layers, " as weights, got ",
-        biases.size());
+  check(biases.empty() || biases.size() == layers, "biases: expected ", layers,
+        ", one per weight, got ", biases.size());
   const HeldView x_held = in_layer(0, [&] { return held_view("x", x, Layout::matrix); });
   call.x = x_held.view;
   const DType dtype = call.x.dtype;

@@ -32,7 +32,7 @@ std::vector<float> read_floats(const std::string& path) {
   }
   if (bytes.size() % sizeof(float) != 0) {
     throw std::runtime_error(path + ": has " + std::to_string(bytes.size()) +
-                             " bytes, no whole number of float32 values");
+                             " bytes, which is not a whole number of float32 values");
   }
   std::vector<float> values(bytes.size() / sizeof(float));
   std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(values.data()));
@@ -51,7 +51,7 @@ float number(const fusewise::Safetensors& file, const char* name, float otherwis
   }
   if (read == 0 || read != found->second.size() || !std::isfinite(value)) {
     throw std::runtime_error("the file's " + std::string(name) + " is '" + found->second +
-                             "', which is no number");
+                             "', which is not a number");
   }
   return value;
 }
@@ -69,10 +69,11 @@ void score(const std::string& weights_path, const std::string& rows_path) {
   const auto values = static_cast<std::int64_t>(rows.size());
   if (values % width != 0) {
     throw std::runtime_error(rows_path + ": has " + std::to_string(values) +
-                             " values, no whole number of rows of " + std::to_string(width));
+                             " values, which is not a whole number of rows of " +
+                             std::to_string(width));
   }
   const float mean = number(file, "mean", 0), deviation = number(file, "deviation", 1);
-  if (!(deviation > 0)) throw std::runtime_error(weights_path + ": its deviation is not above 0");
+  if (!(deviation > 0)) throw std::runtime_error(weights_path + ": expected a deviation above 0");
   for (float& each : rows) each = (each - mean) / deviation;
 
   std::vector<float> scores(values / width);

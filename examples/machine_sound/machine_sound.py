@@ -59,15 +59,21 @@ class Parser(argparse.ArgumentParser):
 def parse(arguments):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--data", type=Path, help=f"holds {', '.join(LAYOUT)}; without: synthesised"
+        "--data", type=Path, help=f"folder with {', '.join(LAYOUT)}; default: synthesised sound"
     )
     parser.add_argument("--live", type=Path, help="score this WAV file window by window")
-    parser.add_argument("--weights", type=Path, help="what an earlier run wrote, for --live")
-    parser.add_argument("--out", type=Path, default=Path("."), help="where results are written")
+    parser.add_argument(
+        "--weights", type=Path, help="model.safetensors of an earlier run, for --live"
+    )
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the results")
     parser.add_argument("--epochs", type=positive, default=30)
-    parser.add_argument("--files", type=positive, default=60, help="synthesised training files")
+    parser.add_argument(
+        "--files", type=positive, default=60, help="number of synthesised training files"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="length of synthesised files")
-    parser.add_argument("--window", type=float, default=1.0, help="seconds of a --live window")
+    parser.add_argument(
+        "--window", type=float, default=1.0, help="length of a --live window in seconds"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.live and not options.weights:

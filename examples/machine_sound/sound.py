@@ -37,7 +37,7 @@ class Wav:
         except OSError as error:
             raise SoundError(f"{path}: cannot be read: {error.strerror}") from error
         if len(content) < 12 or content[:4] != b"RIFF" or content[8:12] != b"WAVE":
-            raise SoundError(f"{path}: is no WAV file: convert it to one")
+            raise SoundError(f"{path}: is not a WAV file: convert it to one")
         form, self._data = _chunks(path, memoryview(content))
         kind, channels, found_rate, _, _, bits = struct.unpack("<HHIIHH", form[:16])
         if kind == 0xFFFE and len(form) >= 26:  # the extensible form names the real one inside
@@ -54,7 +54,7 @@ class Wav:
         self._width = channels * bits // 8
         if len(self._data) % self._width:
             size = len(self._data)
-            raise SoundError(f"{path}: {size} bytes of data are no whole number of samples")
+            raise SoundError(f"{path}: {size} bytes of data are not a whole number of samples")
         if not len(self._data):
             raise SoundError(f"{path}: has no samples")
         self.path, self.rate, self._form = path, found_rate, (kind, bits, channels)
@@ -69,7 +69,7 @@ class Wav:
         samples = _decode(data, kind, bits).view(-1, channels).mean(1)
         if not samples.isfinite().all():
             raise SoundError(
-                f"{self.path}: has samples that are NaN or infinite: mend it or leave it out"
+                f"{self.path}: has samples that are NaN or infinite: repair it or leave it out"
             )
         return samples
 
@@ -95,7 +95,7 @@ def _chunks(path: Path, content: memoryview) -> tuple[memoryview, memoryview]:
             there = len(content) - place
             label = name.decode("ascii", "replace")
             raise SoundError(
-                f"{path}: is truncated: its chunk '{label}' is told to have {length} bytes, "
+                f"{path}: is truncated: its chunk '{label}' says that it has {length} bytes, "
                 f"{there} are there"
             )
         if name == b"fmt ":

@@ -49,10 +49,12 @@ class implementation:
         for operator in per_operator:
             if operator not in OPERATORS:
                 known = ", ".join(OPERATORS)
-                raise ValueError(f"implementation: no operator '{operator}'; there are: {known}")
+                raise ValueError(
+                    f"implementation: no operator is named '{operator}'; there are: {known}"
+                )
         for what, value in (("every operator", name), *per_operator.items()):
             if not isinstance(value, str):
-                raise TypeError(f"implementation: {what} expects a name, got {value!r}")
+                raise TypeError(f"implementation: expected a name for {what}, got {value!r}")
         # If operators are named, an empty positional name does not reset the others.
         self._names = dict.fromkeys(OPERATORS, name) if name or not per_operator else {}
         for operator, value in per_operator.items():
@@ -60,8 +62,8 @@ class implementation:
             beside = per_operator.get(other, value)
             if value == TORCH and beside != TORCH:
                 raise ValueError(
-                    f"implementation: {operator} is 'torch' and {other} '{beside}', but torch's "
-                    "forward and backward go together"
+                    f"implementation: {operator} is 'torch' and {other} is '{beside}', but 'torch' "
+                    "always runs both directions; set both to 'torch' or neither"
                 )
             self._names |= _with_other(operator, value, self._names) | {operator: value}
         self._names |= per_operator

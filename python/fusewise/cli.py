@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen.arguments = arguments
     if chosen.command in _COMPUTING and avoid_broken_amx():
         print(
-            "this machine's AMX instructions do not work: bfloat16 on the CPU runs without them",
+            "this machine's AMX instructions do not work; bfloat16 on the CPU runs without them",
             file=sys.stderr,
         )
     try:
@@ -48,29 +48,34 @@ def _parser() -> _Parser:
     def command(name: str, run, help: str) -> _Parser:
         added = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
         added.set_defaults(run=run)
-        added.add_argument("--debug", action="store_true", help="show where an error came from")
+        added.add_argument("--debug", action="store_true", help="show the traceback of an error")
         return added
 
     def device(added: _Parser) -> None:
         added.add_argument(
-            "--device", choices=("cpu", "cuda"), help="without: the GPU if there is one"
+            "--device", choices=("cpu", "cuda"), help="default: the GPU if there is one"
         )
 
     def out(added: _Parser, default: str, what: str) -> None:
         added.add_argument(
             "--out", type=Path, default=Path(default), metavar="DIR",
-            help=f"where {what} go ({default})",
+            help=f"folder for {what} (default: {default})",
         )  # fmt: skip
 
-    bench = command("bench", _bench, "check and measure against PyTorch")
+    bench = command("bench", _bench, "check the operators, and measure them against PyTorch")
     bench.add_argument(
         "family", nargs="*", metavar="FAMILY",
-        help="operators; without: all; overhead: the host's time of each at a tiny size",
+        help="operators to measure (default: all); or overhead alone: the host time of "
+        "each operator at a tiny size",
     )  # fmt: skip
-    bench.add_argument("--cases", type=Path, metavar="FILE", help="measure the cases of this file")
+    bench.add_argument("--cases", type=Path, metavar="FILE", help="measure the cases in this file")
     device(bench)
     bench.add_argument("--dtype", metavar="NAME", help="run every case in this dtype")
-    bench.add_argument("--layout", metavar="NAME", help="contiguous or channels_last, every case")
+    bench.add_argument(
+        "--layout",
+        metavar="NAME",
+        help="run every case in this layout: contiguous or channels_last",
+    )
     size = bench.add_mutually_exclusive_group()
     size.add_argument(
         "--quick", dest="size", action="store_const", const="quick", default="quick",
@@ -79,40 +84,49 @@ def _parser() -> _Parser:
     size.add_argument("--full", dest="size", action="store_const", const="full", help="all cases")
     bench.add_argument(
         "--baseline", action="append", metavar="NAME",
-        help="eager, compile, naive or a family's own; may be given several times; without: all",
+        help="eager, compile, naive, or a baseline of a family; may be repeated (default: all)",
     )  # fmt: skip
-    bench.add_argument("--filter", metavar="TEXT", help="only cases whose name has or matches TEXT")
+    bench.add_argument(
+        "--filter", metavar="TEXT", help="only cases whose name contains or matches TEXT"
+    )
     out(bench, "bench-results", "results.json, summary.md, report.html and the plots")
 
-    compare = command("compare", _compare, "two results.json: what became better or worse")
+    compare = command("compare", _compare, "compare two results.json: what became better or worse")
     compare.add_argument("old", type=Path, metavar="OLD.json")
     compare.add_argument("new", type=Path, metavar="NEW.json")
-    compare.add_argument("--fail", action="store_true", help="exit code 1 where a case is worse")
+    compare.add_argument("--fail", action="store_true", help="exit with code 1 if a case is worse")
 
-    profile = command("profile", _profile, "where the time of a model goes, and what to try first")
+    profile = command(
+        "profile", _profile, "show where a model spends its time, and what to try first"
+    )
     profile.add_argument(
         "model", metavar="MODULE:FACTORY",
-        help="what makes the model, as in my.models:net, torchvision:resnet50, timm:resnet50",
+        help="function that creates the model, as in my.models:net or torchvision:resnet50",
     )  # fmt: skip
     profile.add_argument(
         "--input", action="append", metavar="SIZES",
-        help="sizes of an input, 1,3,224,224 if none is given; 8,128:int64 for numbers of tokens",
+        help="sizes of an input (default: 1,3,224,224), with a dtype for token ids: 8,128:int64; "
+        "repeat it for several inputs",
     )  # fmt: skip
     device(profile)
-    profile.add_argument("--train", action="store_true", help="forward and backward")
+    profile.add_argument(
+        "--train", action="store_true", help="profile forward and backward, not forward alone"
+    )
     profile.add_argument(
         "--amp", action="store_true", help="autocast: fp16 on a GPU, bf16 on a CPU"
     )
-    profile.add_argument("--channels-last", action="store_true", help="model and inputs in NHWC")
+    profile.add_argument(
+        "--channels-last", action="store_true", help="model and inputs in channels_last (NHWC)"
+    )
     out(profile, "profile-results", "report.html, its plots and trace.json.gz")
 
-    check = command("check", _check, "every operator against its reference, on this machine")
+    check = command("check", _check, "check every operator against its reference on this machine")
     device(check)
 
-    command("info", _info, "versions, hardware and implementations, for bug reports")
+    command("info", _info, "print versions, hardware and implementations, for bug reports")
 
-    lesson = command("lesson", _lesson, "a mistake of measuring, shown on this machine")
-    lesson.add_argument("name", nargs="?", metavar="NAME", help="without: the list of them")
+    lesson = command("lesson", _lesson, "demonstrate a common benchmarking mistake on this machine")
+    lesson.add_argument("name", nargs="?", metavar="NAME", help="default: list the lessons")
     device(lesson)
     return parser
 
@@ -171,7 +185,7 @@ def _bench(chosen: argparse.Namespace) -> int:
 def _overhead(chosen: argparse.Namespace) -> int:
     others = (chosen.cases, chosen.dtype, chosen.layout, chosen.baseline, chosen.filter)
     if chosen.family != ["overhead"] or any(others) or chosen.size != "quick":
-        raise UsageError("overhead: stands alone, beside --device and --out")
+        raise UsageError("overhead: takes no other family and no option but --device and --out")
     from .bench import overhead
     from .report import show
 

@@ -43,7 +43,7 @@ def lines() -> list[str]:
     for family in FAMILIES.values():
         for device in ["cpu"] + ["cuda"] * (not CUDA_MISSING and torch.cuda.is_available()):
             text += _implementations(family, device)
-    text.append('every operator, where it is forced: "torch", which is torch\'s own operators')
+    text.append('every operator: "torch" runs torch\'s own operators instead, if it is forced')
     return text
 
 
@@ -65,7 +65,7 @@ def _implementations(family: Family, device: str) -> list[str]:
         for place, candidate in enumerate(asked[0].candidates):
             reasons = Counter(record.candidates[place].reason for record in asked)
             takes = f"takes {reasons.pop('', 0)} of {len(asked)} sample calls"
-            why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
+            why = "".join(f"; declines {count}: {reason}" for reason, count in reasons.items())
             text.append(f"  {candidate.name}: {takes}, used for {used[candidate.name]}{why}")
     return text
 

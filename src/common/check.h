@@ -51,12 +51,6 @@ inline std::string quoted(std::span<const char* const> names) {
   return text;
 }
 
-/// Checks the device, and that there is data unless the tensor is empty.
-inline void check_device(const char* name, const TensorView& t, Device device) {
-  check(t.data != nullptr || t.numel() == 0, name, ": has no data");
-  check(t.device == device, name, ": expected a tensor on ", device, ", got one on ", t.device);
-}
-
 /// Row-major without gaps.
 inline bool is_dense(const TensorView& t) {
   std::int64_t stride = 1;
@@ -65,10 +59,6 @@ inline bool is_dense(const TensorView& t) {
     stride *= t.sizes[d];
   }
   return true;
-}
-
-inline void check_dense(const char* name, const TensorView& t) {
-  check(!t.defined() || is_dense(t), name, ": expected a dense tensor");
 }
 
 }  // namespace fusewise

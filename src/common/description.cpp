@@ -171,8 +171,8 @@ void check_shape(const OperatorRules& rules, const GivenTensor& given,
   const std::uint32_t before = sizes.known();
   if (!fits(rule.shape, t, sizes)) {
     const bool is_joined = !has_leading(rule.shape) || t.rank == 2 || t.rank == 0;
-    fail(Name{given}, ": expected ", written_shape(rule.shape, sizes),
-         is_joined ? "" : " as a matrix", ", got ", t);
+    fail(Name{given}, ": expected ", is_joined ? "" : "a matrix ", written_shape(rule.shape, sizes),
+         ", got ", t);
   }
   if (sizes.known() == before) return;
   for (const char* letter = rules.positive; *letter != 0; ++letter) {
@@ -199,9 +199,9 @@ class Types {
       case Type::weight:
         if (weight_ == nullptr && data_ != nullptr) {
           const DType data = data_->view->dtype;
-          check(dtype == data || (is_half(data) && dtype == DType::f32), Name{given},
-                ": expected dtype ", data, " as ", Name{*data_}, is_half(data) ? " or float32" : "",
-                ", got ", dtype);
+          check(dtype == data || (is_half(data) && dtype == DType::f32), Name{given}, ": expected ",
+                Name{*data_}, "'s dtype ", data, is_half(data) ? ", or float32" : "", ", got ",
+                dtype);
         }
         return agree(weight_, given);
       case Type::bits:
@@ -217,8 +217,8 @@ class Types {
  private:
   static void agree(const GivenTensor*& first, const GivenTensor& given) {
     if (first == nullptr) first = &given;
-    check(given.view->dtype == first->view->dtype, Name{given}, ": expected dtype ",
-          first->view->dtype, " as ", Name{*first}, ", got ", given.view->dtype);
+    check(given.view->dtype == first->view->dtype, Name{given}, ": expected ", Name{*first},
+          "'s dtype ", first->view->dtype, ", got ", given.view->dtype);
   }
 
   const GivenTensor* data_ = nullptr;
@@ -269,13 +269,24 @@ const char* text_of(Layout layout) {
   return "";
 }
 
+/// "[48, 1]"
+std::string written_strides(const TensorView& t) {
+  std::string text;
+  for (int d = 0; d < t.rank; ++d) {
+    text += d > 0 ? ", " : "[";
+    text += std::to_string(t.strides[d]);
+  }
+  return text + "]";
+}
+
 /// An incoming gradient may have any strides.
 void check_layout(const GivenTensor& given) {
   if (given.gradient && given.rule->role == Role::output) return;
   const char* expected = given.rule->layout == Layout::dense  ? "a dense tensor"
-                         : given.rule->layout == Layout::rows ? "adjacent rows"
-                                                              : "adjacent rows or columns";
-  check(lies_as(given.rule->layout, *given.view), Name{given}, ": expected ", expected);
+                         : given.rule->layout == Layout::rows ? "contiguous rows"
+                                                              : "contiguous rows or columns";
+  check(lies_as(given.rule->layout, *given.view), Name{given}, ": expected ", expected,
+        ", got strides ", written_strides(*given.view));
 }
 
 /// The names of the tensors for which `which` holds.
@@ -305,8 +316,8 @@ void check_presence(std::span<const GivenTensor> given) {
   }
   check(alternatives == 0 || chosen == 1, listed_names(given, is_alternative),
         ": expected exactly one of them, got ", chosen);
-  check(kept == 0 || kept == saved, listed_names(given, is_saved), ": expected all or none, got ",
-        kept);
+  check(kept == 0 || kept == saved, listed_names(given, is_saved),
+        ": expected all of them or none, got ", kept);
 }
 
 }  // namespace
@@ -324,7 +335,8 @@ Sizes check_tensors(const OperatorRules& rules, std::span<const GivenTensor> giv
     const TensorView& t = *each.view;
     if (!t.defined()) continue;
     check_shape(rules, each, given, sizes);
-    check(t.data != nullptr || t.numel() == 0, Name{each}, ": has no data");
+    check(t.data != nullptr || t.numel() == 0, Name{each},
+          ": expected a pointer to its data, got null");
     check(t.device == device, Name{each}, ": expected a tensor on ", device, ", got one on ",
           t.device);
   }
@@ -344,7 +356,7 @@ std::size_t check_choice(const ChoiceRule& choice, std::string_view word) {
 }
 
 void fail_unexpected(const OperatorRules& rules, const GivenTensor& given, std::string_view word) {
-  fail(Name{given}, ": expected none where ", rules.choices[0].name, " is '", word, "'");
+  fail(Name{given}, ": expected no tensor where ", rules.choices[0].name, " is '", word, "'");
 }
 
 bool is_with(const TensorRule& rule, std::string_view word) {

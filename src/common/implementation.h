@@ -53,8 +53,14 @@ Candidates candidates(Implementations<Call> list, const Context& context, const 
   if (chosen) return result;
 
   std::string message = "implementation: ";
-  message += known ? "none takes this call" : "there is none named '";
-  if (!known) message += std::string(call.implementation) + "'";
+  const std::string forced = std::string("'").append(call.implementation).append("'");
+  if (call.implementation.empty()) {
+    message += "none can run this call";
+  } else if (known) {
+    message += forced + " cannot run this call";
+  } else {
+    message.append("there is none named ").append(forced);
+  }
   for (const Candidate& each : result) {
     message += "; '" + each.name + "' ";
     message += each.declined.empty() ? "would take it" : "declines: " + each.declined;

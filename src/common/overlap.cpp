@@ -106,12 +106,13 @@ void check_outputs(std::span<const Argument> outputs, std::span<const Argument> 
   for (const Argument& each : inputs) ranges.emplace_back(each.view);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     check(!may_overlap_itself(outputs[i].view), outputs[i],
-          ": expected strides that give each element of an output memory of its own");
+          ": expected an output whose elements do not overlap in memory; check its strides");
     for (std::size_t j = i + 1; j < ranges.size(); ++j) {
       if (!ranges[i].meets(ranges[j])) continue;
       const Argument& other = j < outputs.size() ? outputs[j] : inputs[j - outputs.size()];
       check(!may_overlap(outputs[i].view, other.view), outputs[i],
-            ": expected memory of its own, got some that overlaps ", other);
+            ": expected memory that no other tensor of the call uses, got memory that overlaps ",
+            other);
     }
   }
 }

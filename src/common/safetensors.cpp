@@ -49,7 +49,7 @@ class Json {
     if (skip('}')) return;
     do {
       const auto [name, is_new] = seen.insert(text());
-      check(is_new, "header: '", *name, "' is there twice");
+      check(is_new, "header: '", *name, "' appears twice");
       expect(':');
       member(*name);
     } while (skip(','));
@@ -77,7 +77,7 @@ class Json {
       value += digit;
     }
     check(at_ > begin, "header: expected a whole number at byte ", begin);
-    check(at_ == begin + 1 || text_[begin] != '0', "header: a number begins with 0 at byte ",
+    check(at_ == begin + 1 || text_[begin] != '0', "header: a number has a leading zero at byte ",
           begin);
     return value;
   }
@@ -86,7 +86,7 @@ class Json {
     expect('"');
     std::string value;
     for (;;) {
-      check(at_ < text_.size(), "header: ends inside a text");
+      check(at_ < text_.size(), "header: ends inside a string");
       const char c = text_[at_++];
       if (c == '"') return value;
       check(static_cast<unsigned char>(c) >= 0x20, "header: a control character at byte ", at_ - 1);
@@ -97,7 +97,7 @@ class Json {
   /// Only spaces may follow: writers use them to align the data.
   void end() {
     space();
-    check(at_ == text_.size(), "header: something follows its end, at byte ", at_);
+    check(at_ == text_.size(), "header: unexpected text after its end, at byte ", at_);
   }
 
  private:
@@ -116,7 +116,7 @@ class Json {
   }
 
   std::string escaped() {
-    check(at_ < text_.size(), "header: ends inside a text");
+    check(at_ < text_.size(), "header: ends inside a string");
     const char c = text_[at_++];
     constexpr std::string_view kFrom = "\"\\/bfnrt", kTo = "\"\\/\b\f\n\r\t";
     const std::size_t known = kFrom.find(c);
@@ -124,13 +124,13 @@ class Json {
     check(c == 'u', "header: an unknown escape at byte ", at_ - 1);
     std::uint32_t code = hex();
     if (code >= 0xd800 && code < 0xdc00) {  // the first half of a pair
-      check(text_.substr(at_, 2) == "\\u", "header: half a character at byte ", at_);
+      check(text_.substr(at_, 2) == "\\u", "header: half of a surrogate pair at byte ", at_);
       at_ += 2;
       const std::uint32_t low = hex();
-      check(low >= 0xdc00 && low < 0xe000, "header: half a character at byte ", at_);
+      check(low >= 0xdc00 && low < 0xe000, "header: half of a surrogate pair at byte ", at_);
       code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
     } else {
-      check(code < 0xdc00 || code >= 0xe000, "header: half a character at byte ", at_);
+      check(code < 0xdc00 || code >= 0xe000, "header: half of a surrogate pair at byte ", at_);
     }
     return utf8(code);
   }
@@ -184,7 +184,7 @@ Told read_tensor(Json& json, const std::string& name, std::uint64_t data_bytes) 
       });
     } else if (field == "data_offsets") {
       json.list([&] {
-        check(offsets.size() < 2, "'", name, "': expected two data_offsets");
+        check(offsets.size() < 2, "'", name, "': expected two data_offsets, got more");
         offsets.push_back(json.number());
       });
     } else {
@@ -218,13 +218,14 @@ Told read_tensor(Json& json, const std::string& name, std::uint64_t data_bytes) 
 
 Safetensors::Safetensors(const std::string& path) {
   std::error_code failed;
-  check(std::filesystem::is_regular_file(path, failed), path, ": is no file that can be read");
+  check(std::filesystem::is_regular_file(path, failed), path, ": is not a file that can be read");
   std::ifstream file(path, std::ios::binary);
   const std::uint64_t size = std::filesystem::file_size(path, failed);
   check(file.good() && !failed, path, ": cannot be read");
   std::vector<std::byte> bytes(size);
   file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(size));
-  check(file.gcount() == static_cast<std::streamsize>(size), path, ": cannot be read to its end");
+  check(file.gcount() == static_cast<std::streamsize>(size), path,
+        ": could not be read to its end");
   try {
     read(bytes);
   } catch (const Error& error) {
@@ -238,10 +239,10 @@ void Safetensors::read(std::span<const std::byte> file) {
   check(file.size() >= 8, "too short for a .safetensors file: ", file.size(), " bytes");
   std::uint64_t length = 0;
   for (int i = 7; i >= 0; --i) length = length << 8 | std::to_integer<std::uint64_t>(file[i]);
-  check(length <= kLongestHeader, "its header is told to have ", length,
-        " bytes, the format allows ", kLongestHeader);
-  check(length <= file.size() - 8, "its header is told to have ", length, " bytes, the file has ",
-        file.size() - 8, " behind its first 8");
+  check(length <= kLongestHeader, "the file says that its header has ", length,
+        " bytes, the format allows at most ", kLongestHeader);
+  check(length <= file.size() - 8, "the file says that its header has ", length,
+        " bytes, but only ", file.size() - 8, " follow");
   const std::span<const std::byte> data = file.subspan(8 + length);
 
   std::vector<Told> tensors;
@@ -261,7 +262,7 @@ void Safetensors::read(std::span<const std::byte> file) {
   std::uint64_t covered = 0, needed = 0;
   for (const Told& told : tensors) {
     check(told.begin == covered, "'", told.name, "': its data begins at ", told.begin,
-          ", expected ", covered, ": holes and overlaps are not allowed");
+          ", expected ", covered, "; gaps and overlaps are not allowed");
     covered = told.end;
     needed += (told.end - told.begin + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t);
   }

@@ -45,7 +45,7 @@ void* allocate(const Context& context, std::size_t bytes) {
   if (context.device.type == DeviceType::cuda) return cuda::allocate(context, bytes);
   void* memory = allocate_aligned(bytes);
   if (memory == nullptr) {
-    throw OutOfMemory("no memory for " + std::to_string(bytes) + " bytes of scratch");
+    throw OutOfMemory(std::to_string(bytes) + " bytes of scratch memory could not be allocated");
   }
   prefer_large_pages(memory, static_cast<std::int64_t>(bytes));
   return memory;

@@ -90,13 +90,13 @@ TuningCache::Entries TuningCache::read(std::string& problem) const {
   const std::uintmax_t bytes = std::filesystem::file_size(path_, error);
   if (error) return {};  // no such file: nothing was measured yet
   const auto damaged = [&](const std::string& what) {
-    problem = path_.string() + ": " + what + "; it is ignored, and written anew";
+    problem = path_.string() + ": " + what + "; it is ignored and will be written again";
     return Entries();
   };
   if (bytes > kMostBytes) return damaged("too large");
   std::ifstream file(path_);
   std::string line;
-  if (!std::getline(file, line) || line != kHeader) return damaged("not a file of choices");
+  if (!std::getline(file, line) || line != kHeader) return damaged("not a tuning cache");
   Entries entries;
   for (int number = 2; std::getline(file, line); ++number) {
     const std::size_t last = line.rfind('\t');

@@ -49,7 +49,7 @@ class ThreadMemory {
       ::operator delete(data_, kAlignment);
       size_ = 0;
       data_ = static_cast<A*>(::operator new(count * sizeof(A), kAlignment, std::nothrow));
-      if (data_ == nullptr) throw OutOfMemory("no memory for the scratch of a thread");
+      if (data_ == nullptr) throw OutOfMemory("a thread could not allocate its scratch memory");
       size_ = count;
     }
     return data_;

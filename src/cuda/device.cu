@@ -67,7 +67,8 @@ CurrentDevice::~CurrentDevice() {
 const DeviceLimits& limits_of(Device device) {
   static std::array<std::once_flag, kMaxDevices> once;
   static std::array<DeviceLimits, kMaxDevices> limits;
-  check(device.index >= 0 && device.index < kMaxDevices, "device: no GPU number ", device.index);
+  check(device.index >= 0 && device.index < kMaxDevices, "device: expected a GPU from 0 to ",
+        kMaxDevices - 1, ", got ", device.index);
   std::call_once(once[device.index], [&] { limits[device.index] = ask(device.index); });
   return limits[device.index];
 }

@@ -37,7 +37,9 @@ TEST(AutoencoderErrors, EachArgument) {
         if (way == 0) view.rank = TensorView::kMaxRank;
         if (way == 1) view.device = {DeviceType::cuda, 0};
         if (way == 2) view.data = nullptr;
-        expect_error(tensors, call, name + (way == 2 ? ": has no data" : ": expected"));
+        expect_error(
+            tensors, call,
+            name + (way == 2 ? ": expected a pointer to its data, got null" : ": expected"));
         view = good;
       }
     };
@@ -112,18 +114,18 @@ TEST(AutoencoderErrors, TypesThatDoNotGoTogether) {
   const AutoencoderCase tensors = make(), half = make(DType::f16);
   AutoencoderForward call = tensors.forward(0);
   call.weights.mid_bias.dtype = DType::f16;
-  expect_error(tensors, call, "mid_bias: expected dtype float32 as norm_weight, got float16");
+  expect_error(tensors, call, "mid_bias: expected norm_weight's dtype float32, got float16");
   call = tensors.forward(0);
   for (const auto& [weight, name, state, shape] : kAutoencoderWeights) {
     (call.weights.*weight).dtype = DType::f16;
   }
-  expect_error(tensors, call, "norm_weight: expected dtype float32 as x, got float16");
+  expect_error(tensors, call, "norm_weight: expected x's dtype float32, got float16");
   call = half.forward(2);
   call.score.dtype = DType::f16;
   expect_error(half, call, "score: expected dtype float32, got float16");
   AutoencoderBackward backward = tensors.backward(0);
   backward.gradients.basis.dtype = DType::f64;
-  expect_error(tensors, backward, "dbasis: expected dtype float32 as norm_weight, got float64");
+  expect_error(tensors, backward, "dbasis: expected norm_weight's dtype float32, got float64");
 }
 
 TEST(AutoencoderErrors, WeightsMustBeDense) {

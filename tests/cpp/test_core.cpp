@@ -136,9 +136,11 @@ TEST(Implementations, WhoYieldsCanStillBeForced) {
 
 TEST(Implementations, NothingIsChosenSilently) {
   const std::string none = message_of([] { run({-1}); });
+  EXPECT_TRUE(none.starts_with("implementation: none can run this call; ")) << none;
   EXPECT_NE(none.find("the number is odd"), std::string::npos) << none;
   EXPECT_NE(none.find("the number is not positive"), std::string::npos) << none;
   const std::string forced = message_of([] { run({3, "even"}); });
+  EXPECT_TRUE(forced.starts_with("implementation: 'even' cannot run this call; ")) << forced;
   EXPECT_NE(forced.find("'even' declines: the number is odd"), std::string::npos) << forced;
   EXPECT_NE(forced.find("'positive' would take it"), std::string::npos) << forced;
   const std::string unknown = message_of([] { run({3, "odd"}); });

@@ -61,7 +61,7 @@ void spoil_each(const Spoil<Call> (&arguments)[kCount], const LinearAct& tensors
 
     bad = view;
     bad.data = nullptr;
-    expect_error(tensors, call, name + "has no data");
+    expect_error(tensors, call, name + "expected a pointer to its data, got null");
 
     if (name == "x: ") continue;  // says what the others must be
     // w's first size says what N is: there, only the second can be wrong.
@@ -112,20 +112,20 @@ TEST(LinearActErrors, FormsThatProductsDoNotTake) {
        {std::array<std::int64_t, 6>{10, 2}, {0, 1}, {0, 0}, {1, 1}}) {
     LinearActForward call = tensors.forward();
     call.x.strides = strides;
-    expect_error(tensors, call, "x: expected adjacent rows or columns");
+    expect_error(tensors, call, "x: expected contiguous rows or columns");
     call = tensors.forward();
     call.w.strides = strides;
-    expect_error(tensors, call, "w: expected adjacent rows or columns");
+    expect_error(tensors, call, "w: expected contiguous rows or columns");
     call = tensors.forward();
     call.y.strides = strides;
-    expect_error(tensors, call, "y: expected adjacent rows");
+    expect_error(tensors, call, "y: expected contiguous rows");
     LinearActBackward backward = tensors.backward();
     backward.dx.strides = strides;
-    expect_error(tensors, backward, "dx: expected adjacent rows or columns");
+    expect_error(tensors, backward, "dx: expected contiguous rows or columns");
   }
   LinearActForward call = tensors.forward();
   call.y.strides = {1, 4};
-  expect_error(tensors, call, "y: expected adjacent rows");
+  expect_error(tensors, call, "y: expected contiguous rows, got strides [1, 4]");
   call = tensors.forward();
   call.b.strides = {2};
   expect_error(tensors, call, "b: expected a dense tensor");
@@ -153,7 +153,7 @@ TEST(LinearActErrors, WhatIsKept) {
   expect_error(bits, call, "kept: expected dtype uint8, got float32");
   call = bits.forward();
   call.activation = Activation::identity;
-  expect_error(bits, call, "kept: expected none where activation is 'identity'");
+  expect_error(bits, call, "kept: expected no tensor where activation is 'identity'");
   call = bits.forward();
   call.activation = Activation::gelu;
   expect_error(bits, call, "kept: expected a floating dtype, got uint8");

@@ -172,7 +172,7 @@ TEST(MlpErrors, TheLayerIsNamed) {
   expect_refused(bad, "layer 0: b: expected [7]");
   bad = good;
   bad.steps[1].y = Tensor(DType::f64, {6, 4});
-  expect_refused(bad, "layer 1: y: expected dtype float32 as x, got float64");
+  expect_refused(bad, "layer 1: y: expected x's dtype float32, got float64");
   bad = good;
   bad.steps[0].dw = Tensor(DType::f32, {7, 6});
   expect_refused(bad, "layer 0: dw: expected w's shape [7, 5], got [7, 6]", true);

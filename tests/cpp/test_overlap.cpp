@@ -114,8 +114,10 @@ void expect_apart(Call call, const ViewsOf& views_of, const Run& run) {
       if (&other == &output) return;
       output.data = other.data;
       const std::string message = message_of([&] { run(call); });
-      EXPECT_NE(message.find(": expected memory of its own, got some that overlaps "),
-                std::string::npos)
+      EXPECT_NE(
+          message.find(
+              ": expected memory that no other tensor of the call uses, got memory that overlaps "),
+          std::string::npos)
           << "output " << o << ": " << message;
       output = good;
     };
@@ -154,7 +156,7 @@ TEST(OverlapRefused, SqueezeExcite) {
   SqueezeExciteForward call = tensors.forward();
   call.y.strides[0] -= 1;
   EXPECT_EQ(message_of([&] { run(call); }),
-            "y: expected strides that give each element of an output memory of its own");
+            "y: expected an output whose elements do not overlap in memory; check its strides");
 }
 
 TEST(OverlapRefused, LinearAct) {

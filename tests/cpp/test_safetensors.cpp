@@ -74,21 +74,21 @@ std::string one(const std::string& dtype, const std::string& shape, const std::s
 TEST(SafetensorsErrors, SaysWhatIsWrong) {
   expect_error({}, "too short for a .safetensors file: 0 bytes");
   expect_error(std::vector<std::byte>(7), "too short");
-  expect_error(file_of("{}", 0, 3), "header is told to have 3 bytes, the file has 2");
-  expect_error(file_of("{}", 0, 1'000'000'000'000), "the format allows 100000000");
+  expect_error(file_of("{}", 0, 3), "the file says that its header has 3 bytes, but only 2 follow");
+  expect_error(file_of("{}", 0, 1'000'000'000'000), "the format allows at most 100000000");
   expect_error(file_of("", 0), "expected '{' at byte 0, its end");
   expect_error(file_of("[]", 0), "expected '{'");
-  expect_error(file_of("{} x", 0), "something follows its end, at byte 3");
-  expect_error(file_of("{\"a", 0), "ends inside a text");
-  expect_error(file_of("{\"a\\", 0), "ends inside a text");
+  expect_error(file_of("{} x", 0), "unexpected text after its end, at byte 3");
+  expect_error(file_of("{\"a", 0), "ends inside a string");
+  expect_error(file_of("{\"a\\", 0), "ends inside a string");
   expect_error(file_of("{\"a\n\"", 0), "a control character");
   expect_error(file_of("{\"\\x\":", 0), "an unknown escape");
   expect_error(file_of("{\"\\u12g4\":", 0), "four hex digits");
-  expect_error(file_of("{\"\\ud800x\":", 0), "half a character");
-  expect_error(file_of("{\"\\udc00\":", 0), "half a character");
+  expect_error(file_of("{\"\\ud800x\":", 0), "half of a surrogate pair");
+  expect_error(file_of("{\"\\udc00\":", 0), "half of a surrogate pair");
   expect_error(file_of(R"({"a":1})", 0), "expected '{'");
   expect_error(file_of(R"({"__metadata__":{"a":1}})", 0), "expected '\"'");
-  expect_error(file_of(one("F32", "[1]", "[0,4]") + "}", 4), "something follows its end");
+  expect_error(file_of(one("F32", "[1]", "[0,4]") + "}", 4), "unexpected text after its end");
 }
 
 TEST(SafetensorsErrors, HoldsTensorsAgainstTheData) {
@@ -99,7 +99,7 @@ TEST(SafetensorsErrors, HoldsTensorsAgainstTheData) {
   expect_error(file_of(one("F32", "[1]", "[0,4,8]"), 8), "expected two data_offsets");
   expect_error(file_of(one("F32", "[1]", "[-1,4]"), 4), "expected a whole number");
   expect_error(file_of(one("F32", "[1]", "[0.5,4]"), 4), "expected ']'");
-  expect_error(file_of(one("F32", "[01]", "[0,4]"), 4), "begins with 0");
+  expect_error(file_of(one("F32", "[01]", "[0,4]"), 4), "leading zero");
   expect_error(file_of(one("F32", "[99999999999999999999]", "[0,4]"), 4), "too large");
   expect_error(file_of(one("F32", "[4611686018427387904,4]", "[0,0]"), 0), "too many elements");
   // 2^63 - 1 and one more; the second would be a negative size.
@@ -113,15 +113,15 @@ TEST(SafetensorsErrors, HoldsTensorsAgainstTheData) {
   expect_error(file_of(one("F32", "[1,1,1,1,1,1,1]", "[0,4]"), 4), "at most 6 dimensions");
   expect_error(file_of(one("F33", "[1]", "[0,4]"), 4), "unknown dtype 'F33'");
   expect_error(file_of(one("F32", "[1]", "[0,4]"), 5), "the tensors cover 4 of 5 bytes");
-  expect_error(file_of(one("F32", "[1]", "[1,5]"), 5), "expected 0: holes and overlaps");
+  expect_error(file_of(one("F32", "[1]", "[1,5]"), 5), "expected 0; gaps and overlaps");
   expect_error(file_of(R"({"a":{"dtype":"F32","shape":[1]}})", 0), "expected two data_offsets");
   expect_error(file_of(R"({"a":{"dtype":"F32","data_offsets":[0,4]}})", 4), "has no shape");
   expect_error(file_of(R"({"a":{"shape":[1],"data_offsets":[0,4]}})", 4), "unknown dtype ''");
   expect_error(file_of(R"({"a":{"dtype":"F32","more":1}})", 4), "unknown field 'more'");
   const std::string a = R"("a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]})";
-  expect_error(file_of("{" + a + "," + a + "}", 4), "'a' is there twice");
+  expect_error(file_of("{" + a + "," + a + "}", 4), "'a' appears twice");
   expect_error(file_of("{" + a + R"(,"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 4),
-               "holes and overlaps");
+               "gaps and overlaps");
 }
 
 TEST(Safetensors, ReadsManyNames) {
@@ -154,7 +154,7 @@ TEST(SafetensorsErrors, FilesThatCannotBeRead) {
       const Safetensors file(path);
       FAIL() << path;
     } catch (const Error& error) {
-      EXPECT_EQ(std::string(error.what()).find(path + ": is no file"), 0u) << error.what();
+      EXPECT_EQ(std::string(error.what()).find(path + ": is not a file"), 0u) << error.what();
     }
   }
   const auto path = std::filesystem::temp_directory_path() / "fusewise_truncated.safetensors";

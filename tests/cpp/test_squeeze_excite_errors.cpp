@@ -73,7 +73,7 @@ void spoil_each(const Spoil<Call> (&arguments)[kCount], const SqueezeExcite& ten
 
     bad = view;
     bad.data = nullptr;
-    expect_error(tensors, call, name + "has no data");
+    expect_error(tensors, call, name + "expected a pointer to its data, got null");
 
     if (name != "x: ") {  // x says what the others must be
       bad = view;
@@ -110,8 +110,8 @@ TEST(SqueezeExciteErrors, MissingArguments) {
   forward(&SqueezeExciteForward::w1, "w1: is missing");
   forward(&SqueezeExciteForward::w2, "w2: is missing");
   forward(&SqueezeExciteForward::y, "y: is missing");
-  forward(&SqueezeExciteForward::pooled, "pooled, hidden and gates: expected all or none");
-  forward(&SqueezeExciteForward::gates, "pooled, hidden and gates: expected all or none");
+  forward(&SqueezeExciteForward::pooled, "pooled, hidden and gates: expected all of them or none");
+  forward(&SqueezeExciteForward::gates, "pooled, hidden and gates: expected all of them or none");
   const auto backward = [&](TensorView SqueezeExciteBackward::* argument, const char* message) {
     SqueezeExciteBackward call = tensors.backward();
     call.*argument = {};
@@ -161,11 +161,11 @@ TEST(SqueezeExciteErrors, TypesThatDoNotGoTogether) {
   const SqueezeExcite tensors = make();
   SqueezeExciteForward call = tensors.forward();
   call.w1.dtype = DType::f16;
-  expect_error(tensors, call, "w1: expected dtype float32 as x, got float16");
+  expect_error(tensors, call, "w1: expected x's dtype float32, got float16");
   const SqueezeExcite half = make(DType::f16);
   call = half.forward();
   call.w1.dtype = DType::bf16;
-  expect_error(half, call, "w1: expected dtype float16 as x or float32, got bfloat16");
+  expect_error(half, call, "w1: expected x's dtype float16, or float32, got bfloat16");
   call = half.forward();
   call.pooled.dtype = DType::f16;
   expect_error(half, call, "pooled: expected dtype float32, got float16");

@@ -100,10 +100,10 @@ TEST_F(TuningCacheFile, DamageIsToldAndReplaced) {
   file().add({{"two", "2"}});
   const std::string good = text();
   const std::size_t second = good.find("two");
-  expect_damaged("", "not a file of choices");
-  expect_damaged("something else\n", "not a file of choices");
-  expect_damaged(std::string("\0\x01\xff", 3), "not a file of choices");
-  expect_damaged("fusewise choices 2" + good.substr(good.find('\n')), "not a file of choices");
+  expect_damaged("", "not a tuning cache");
+  expect_damaged("something else\n", "not a tuning cache");
+  expect_damaged(std::string("\0\x01\xff", 3), "not a tuning cache");
+  expect_damaged("fusewise choices 2" + good.substr(good.find('\n')), "not a tuning cache");
   std::string bad = good;
   bad[second] = 'T';
   expect_damaged(bad, "line 3 is damaged");

@@ -392,7 +392,7 @@ TUNED = """
 
 def read(output):
     """The hash of all results of a process, and how many warnings it gave."""
-    return output.split()[-1], output.count("it is ignored, and written anew")
+    return output.split()[-1], output.count("it is ignored and will be written again")
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def test_weights_of_two_dtypes(device, name):
     wrong = dict(zip(NAMES, case.inputs, strict=True))[name].half()
     # The first of them says what the others should have.
     expected = "norm_bias" if name == "norm_weight" else name
-    assert_refused(replaced(case, **{name: wrong}), expected, "as norm_weight")
+    assert_refused(replaced(case, **{name: wrong}), expected, "norm_weight's dtype")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_weights_of_two_dtypes(device, name):
 )
 def test_weights_of_another_dtype(device, x, weights):
     case = make_case(5, SMALL, device, (x, weights))
-    assert_refused(list(case.inputs), "norm_weight", "as x")
+    assert_refused(list(case.inputs), "norm_weight", "x's dtype")
 
 
 @pytest.mark.parametrize("name", NAMES)

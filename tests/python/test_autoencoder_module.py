@@ -242,7 +242,7 @@ def test_bad_dtype():
 
 def test_errors_name_parameters_as_the_module_does(module, device):
     module.half()
-    said = r"^slice_encoder\.0\.weight: expected dtype float32 as x, got float16"
+    said = r"^slice_encoder\.0\.weight: expected x's dtype float32, got float16"
     with pytest.raises(RuntimeError, match=said):
         module(torch.ones(2, 18, device=device))
 
@@ -318,7 +318,7 @@ def test_scores_from_cpp_are_pythons(tmp_path, dtype):
     done = run_score(tmp_path / "weights.safetensors", tmp_path / "rows.f32")
     if dtype == torch.float16:  # beside float32 rows they are of another type, and it says so
         assert done.returncode == 1
-        assert "norm_weight: expected dtype float32 as x, got float16" in done.stderr
+        assert "norm_weight: expected x's dtype float32, got float16" in done.stderr
         return
     assert done.returncode == 0, done.stderr
     scores = torch.tensor([float(line) for line in done.stdout.split()])
@@ -337,9 +337,9 @@ def test_the_cpp_example_brings_rows_to_what_the_model_learned(tmp_path):
     scores = torch.tensor([float(line) for line in done.stdout.split()])
     torch.testing.assert_close(scores, module.anomaly_score(x).detach(), rtol=1e-5, atol=0)
     for metadata, said in (
-        ({"mean": "much"}, "the file's mean is 'much', which is no number"),
-        ({"deviation": "nan"}, "the file's deviation is 'nan', which is no number"),
-        ({"deviation": "0"}, "its deviation is not above 0"),
+        ({"mean": "much"}, "the file's mean is 'much', which is not a number"),
+        ({"deviation": "nan"}, "the file's deviation is 'nan', which is not a number"),
+        ({"deviation": "0"}, "expected a deviation above 0"),
     ):
         module.save_safetensors(tmp_path / "w", metadata)
         done = run_score(tmp_path / "w", tmp_path / "rows.f32")
@@ -350,9 +350,13 @@ def test_the_cpp_example_brings_rows_to_what_the_model_learned(tmp_path):
     "weights, rows, said",
     [
         (b"", bytes(1280), "weights: too short for a .safetensors file: 0 bytes"),
-        (None, bytes(1280), "nothing: is no file that can be read"),
-        ("good", bytes(1279), "rows: has 1279 bytes, no whole number of float32 values"),
-        ("good", bytes(1284), "rows: has 321 values, no whole number of rows of 320"),
+        (None, bytes(1280), "nothing: is not a file that can be read"),
+        (
+            "good",
+            bytes(1279),
+            "rows: has 1279 bytes, which is not a whole number of float32 values",
+        ),
+        ("good", bytes(1284), "rows: has 321 values, which is not a whole number of rows of 320"),
         ("truncated", bytes(1280), "do not lie in the"),
     ],
 )

@@ -174,7 +174,7 @@ def test_weights_of_another_dtype(device, x, weights, refused):
 def test_weights_of_two_dtypes(device, name):
     case = make_case((2, 6, 4, 5), 3, device, DTYPES["fp16-fp32"])
     wrong = getattr(case, name).half()
-    assert_refused(replaced(case, **{name: wrong}), name, "as w1")
+    assert_refused(replaced(case, **{name: wrong}), name, "w1's dtype")
 
 
 @pytest.mark.parametrize("name, value", [("activation", "gelu"), ("gate", "tanh"), ("gate", "")])

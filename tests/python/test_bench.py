@@ -156,7 +156,7 @@ def test_a_train_step_has_rows_of_its_own(tmp_path):
     assert [row["mode"] for row in rows] == modes
     assert all("wall" in row["against"]["eager"] for row in rows)
     said = [row["contenders"][GRAPHED]["unavailable"] for row in rows]
-    assert said == ["train steps alone"] * 2 + ["GPU only"] * 2
+    assert said == ["train steps only"] * 2 + ["GPU only"] * 2
     assert rows[2]["check"]["tensor"] in ("loss", *(f"d{name}" for name in autoencoder.WEIGHTS))
     assert set(rows[2]["implementation"]) == {"forward", "backward"}
 
@@ -298,7 +298,7 @@ def test_a_busy_machine_is_said_on_a_cpu_only():
     results["environment"]["load"] = 1.5
     assert "BUSY" not in "".join(report.remarks(results))
     results["device"] = "cpu"
-    assert "BUSY MACHINE: others kept 1.5 of 2 cores busy" in report.remarks(results)[0]
+    assert "BUSY MACHINE: other processes used 1.5 of 2 cores" in report.remarks(results)[0]
     results["environment"]["load"] = 0.4
     assert "BUSY" not in "".join(report.remarks(results))
 
@@ -310,13 +310,13 @@ def test_info_names_versions_and_implementations(capsys):
     for direction in ("forward", "backward"):
         assert f"squeeze_excite {direction} on cpu, fastest first:" in shown
     assert "  portable: takes 32 of 32 sample calls" in shown
-    assert 'every operator, where it is forced: "torch"' in shown
+    assert 'every operator: "torch" runs' in shown
 
 
 def test_check_passes_here_and_sees_a_wrong_operator(capsys, monkeypatch):
     assert cli.main(["check", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
-    assert "on cpu: forward and backward, with the named one forced" in shown
+    assert "Checks against the reference on cpu; each row forces one implementation" in shown
     for dtype in ("float32", "float16", "bfloat16", "float64"):
         for layout in ("contiguous", "channels_last"):
             assert f"| squeeze_excite | {dtype} | {layout} | forward portable | right |" in shown

@@ -373,7 +373,9 @@ def test_a_filtered_benchmark_is_none_of_everything(machine):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_a_machine_without_a_gpu_is_refused():
-    with pytest.raises(SystemExit, match="gpu: this machine cannot be used: "):
+    with pytest.raises(
+        SystemExit, match="gpu: fusewise or the GPU cannot be used on this machine: "
+    ):
         gpu.describe.__wrapped__()
 
 

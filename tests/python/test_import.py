@@ -113,4 +113,6 @@ def test_other_failures_keep_their_error():
     assert _ops.rephrased(error, x=torch.ones(1)) is error
     with FakeTensorMode():
         other = torch.empty(1, device="xla")
-    assert str(_ops.rephrased(NotImplementedError(), x=other)).startswith("x: expected cpu or cuda")
+    assert str(_ops.rephrased(NotImplementedError(), x=other)).startswith(
+        "x: expected a tensor on cpu or cuda"
+    )

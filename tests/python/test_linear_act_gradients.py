@@ -120,7 +120,7 @@ def test_double_backward_with_a_frozen_weight_says_what_is_missing(device):
     case = make_case((4,), 6, 5, device)
     x = case.x.detach().requires_grad_()
     y = linear_act(x, case.w, case.b)
-    with pytest.raises(RuntimeError, match="^linear_act: a second backward, .*, needs x"):
+    with pytest.raises(RuntimeError, match="^linear_act: a second backward .* need x, "):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 

@@ -138,8 +138,8 @@ def test_integer_or_complex_dtype(case, name, dtype):
 )
 def test_weights_of_another_dtype(device, x, weights):
     case = make_case((3,), 6, 4, device, (x, weights))
-    assert_refused(list(case.arguments), "w", "expected dtype")
-    assert_refused(replaced(case, w=case.w.to(x)), "b", "expected dtype")
+    assert_refused(list(case.arguments), "w", "expected x's dtype")
+    assert_refused(replaced(case, w=case.w.to(x)), "b", "expected x's dtype")
 
 
 def test_an_integer_under_autocast(case, device):
@@ -286,7 +286,7 @@ def test_arguments_of_a_stack_that_are_no_tensors_and_no_texts(stack, change, sa
 def test_numbers_of_layers(stack):
     with pytest.raises(ValueError, match="^weights: expected at least one"):
         mlp(stack.x, [])
-    with pytest.raises(ValueError, match="^biases: expected 2 as weights, got 1"):
+    with pytest.raises(ValueError, match="^biases: expected 2, one per weight, got 1"):
         mlp(stack.x, stack.w, stack.b[:1])
     with pytest.raises(RuntimeError, match=f"^activation: expected {WORDS}, got 'tanh'"):
         mlp(stack.x, stack.w, stack.b, "tanh")

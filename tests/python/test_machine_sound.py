@@ -283,13 +283,13 @@ def test_channels_are_averaged(read):
 @pytest.mark.parametrize(
     "content, said",
     [
-        (b"", "is no WAV file"),
-        (b"RIFF\0\0\0\0AVI fmt ", "is no WAV file"),
+        (b"", "is not a WAV file"),
+        (b"RIFF\0\0\0\0AVI fmt ", "is not a WAV file"),
         (wav(b""), "has no samples"),
-        (wav(b"\0\0", told=1000), "'data' is told to have 1000 bytes, 2 are there"),
+        (wav(b"\0\0", told=1000), "'data' says that it has 1000 bytes, 2 are there"),
         (wav(b"\0\0")[:30], "is truncated"),
         (wav(b"\0\0")[:36], "is truncated: it has no data"),
-        (wav(b"\0\0\0"), "no whole number of samples"),
+        (wav(b"\0\0\0"), "not a whole number of samples"),
         (wav(b"\0\0", kind=85), "format 85 with 16 bits, expected PCM"),
         (wav(b"\0\0", channels=0), "has 0 channels"),
         (wav(b"\0\0", rate=0), "at 0 Hz"),

@@ -75,14 +75,14 @@ MISTAKES = {
     "w1: expected [R, 6] or [R, 6, 1, 1] with R >= 1, got [0, 6]": lambda: excitation(
         w1=zeros(0, 6)
     ),
-    "w1: expected dtype float32 as x, got float16": lambda: excitation(
+    "w1: expected x's dtype float32, got float16": lambda: excitation(
         w1=zeros(3, 6, dtype=torch.float16)
     ),
-    "w1: expected dtype float16 as x or float32, got float64": lambda: excitation(
+    "w1: expected x's dtype float16, or float32, got float64": lambda: excitation(
         x=zeros(2, 6, 4, 5, dtype=torch.float16), w1=zeros(3, 6, dtype=torch.float64)
     ),
     "b1: expected [3], got [4]": lambda: excitation(b1=zeros(4)),
-    "b2: expected dtype float32 as w1, got float64": lambda: excitation(
+    "b2: expected w1's dtype float32, got float64": lambda: excitation(
         b2=zeros(6, dtype=torch.float64)
     ),
     "w2: expected [6, 3] or [6, 3, 1, 1], got [3, 6]": lambda: excitation(w2=zeros(3, 6)),
@@ -97,9 +97,9 @@ MISTAKES = {
     "w: expected [N, 6], got [6]": lambda: layer(w=zeros(6)),
     "w: expected [N, 5], got [4, 6]": lambda: layer(x=zeros(2, 2, 2, 2, 2, 2, 5)),
     "w: expected at most 6 dimensions, got 7": lambda: layer(w=zeros(1, 1, 1, 1, 1, 1, 1)),
-    "w: expected dtype float32 as x, got float64": lambda: layer(w=zeros(4, 6, dtype=torch.double)),
+    "w: expected x's dtype float32, got float64": lambda: layer(w=zeros(4, 6, dtype=torch.double)),
     "b: expected [4], got [6]": lambda: layer(b=zeros(6)),
-    "b: expected dtype float16 as x, got bfloat16": lambda: layer(
+    "b: expected x's dtype float16, got bfloat16": lambda: layer(
         x=zeros(3, 6, dtype=torch.half), b=zeros(4, dtype=torch.bfloat16)
     ),
     f"activation: expected {ACTIVATIONS}, got 'tanh'": lambda: layer(activation="tanh"),
@@ -109,7 +109,7 @@ MISTAKES = {
     ),
     "layer 0: w: expected [N, 6], got [5, 7]": lambda: stack(0, weights=zeros(5, 7)),
     "layer 1: w: expected [N, 5], got [4, 6]": lambda: stack(1, weights=zeros(4, 6)),
-    "layer 1: w: expected dtype float32 as x, got float64": lambda: stack(
+    "layer 1: w: expected x's dtype float32, got float64": lambda: stack(
         1, weights=zeros(4, 5, dtype=torch.double)
     ),
     "layer 0: b: expected a floating dtype, got int64": lambda: stack(
@@ -126,10 +126,10 @@ MISTAKES = {
     ),
     "basis: expected [L, F * 5], got [4, 16]": lambda: model(basis=zeros(4, 16)),
     "mid_weight: expected [4, 4], got [4, 3]": lambda: model(mid_weight=zeros(4, 3)),
-    "decoder_bias: expected dtype float32 as norm_weight, got float16": lambda: model(
+    "decoder_bias: expected norm_weight's dtype float32, got float16": lambda: model(
         decoder_bias=zeros(6, dtype=torch.float16)
     ),
-    "norm_weight: expected dtype float32 as x, got float64": lambda: model(
+    "norm_weight: expected x's dtype float32, got float64": lambda: model(
         norm_weight=zeros(6, dtype=torch.float64)
     ),
     "output: expected 'reconstruction', 'latent' or 'score', got 'loss'": lambda: model(

@@ -62,8 +62,8 @@ GOOD = {
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"before": "1"}, "a: a.py: '1' is there 3x, expected once"),
-        ({"before": "three"}, "a: a.py: 'three' is there 0x, expected once"),
+        ({"before": "1"}, "a: a.py: '1' appears 3 times, expected once"),
+        ({"before": "three"}, "a: a.py: 'three' appears 0 times, expected once"),
         ({"file": "b.py"}, "a: b.py: there is no such file"),
         ({"after": "one = 1"}, "a: changes nothing"),
         ({"test": "test_a.py::test_c"}, "a: there is no test test_a.py::test_c"),
@@ -79,7 +79,7 @@ def test_a_stale_entry_is_named(mutants, tree, change, said):
     assert problems(GOOD, GOOD | {"name": "b", "test": "Suite.Name"}) == []
     (found,) = problems(GOOD | change)
     assert found.startswith(said)
-    assert problems(GOOD, GOOD) == ["a: the name is there 2 times"]
+    assert problems(GOOD, GOOD) == ["a: the name appears 2 times, expected once"]
 
 
 def test_a_survivor_is_told(mutants):

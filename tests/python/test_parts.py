@@ -244,7 +244,7 @@ def backward_pre_hook(model, name):
 FOREIGN = {
     lora: "Lora, which may compute something else",
     subclass: "Doubled, which may compute something else",
-    forward_of_its_own: "has a forward of its own",
+    forward_of_its_own: "overrides forward",
     forward_hook: "has hooks",
     forward_pre_hook: "has hooks",
     hook_beside_pruning: "has hooks",
@@ -334,12 +334,12 @@ def test_another_eps_and_another_part_are_not_missed(device):
     ours, theirs, x = pair("autoencoder", device)
     for model in (ours, theirs):
         model.bottleneck_mlp[0].eps = 0.1
-    assert explained(ours, x) == "bottleneck_mlp.0.eps is 0.1 where the operator has 1e-05"
+    assert explained(ours, x) == "bottleneck_mlp.0.eps is 0.1, the fused operator has 1e-05"
     torch.testing.assert_close(step(ours, x), step(theirs, x))
     ours, theirs, x = pair("autoencoder", device)
     for model in (ours, theirs):
         model.slice_decoder.append(nn.Tanh())
-    assert explained(ours, x) == "slice_decoder has 2 parts where the operator knows 1"
+    assert explained(ours, x) == "slice_decoder has 2 parts, the fused operator needs 1"
     torch.testing.assert_close(step(ours, x), step(theirs, x))
 
 
@@ -349,7 +349,7 @@ def test_padding_is_not_missed(device):
     for model in (ours, theirs):
         model.fc1.padding = (1, 1)
     x = torch.randn(2, 6, 3, 3, device=device, dtype=torch.float64)
-    assert explained(ours, x) == "fc1.padding is (1, 1) where the operator has (0, 0)"
+    assert explained(ours, x) == "fc1.padding is (1, 1), the fused operator has (0, 0)"
     torch.testing.assert_close(step(ours, x), step(theirs, x))
 
 
@@ -457,8 +457,8 @@ def test_what_is_said_names_the_part():
     with torch.no_grad():
         text = str(fusewise.explain(module, torch.randn(5, 3)))
     assert text == (
-        "linear_act forward [5, 3] float32 cpu: torch, because layers.1 has hooks, which run only "
-        "when it is called"
+        "linear_act forward [5, 3] float32 cpu: torch, because layers.1 has hooks, and the fused "
+        "operator would not call them"
     )
 
 

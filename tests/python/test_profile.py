@@ -226,9 +226,9 @@ def test_advice_is_ranked_by_what_it_may_bring():
     # A quarter and a fifth of the work, which is 40 % of the step.
     assert compiled.bound == pytest.approx(1 / (1 - 0.1))
     assert operator.bound == pytest.approx(analysis.amdahl(0.08, 4))
-    assert all("idle time it saves" in item.why for item in (compiled, operator))
+    assert all("it also saves idle time" in item.why for item in (compiled, operator))
     busy = advice.advise(profile(wall=41.0, **{kinds.CONVOLUTION: 30.0, kinds.ELEMENTWISE: 10.0}))
-    assert not any("idle time it saves" in item.why for item in busy)
+    assert not any("it also saves idle time" in item.why for item in busy)
 
 
 def test_bounds_say_of_what_they_are():
@@ -236,7 +236,7 @@ def test_bounds_say_of_what_they_are():
     _, classes, *_ = report._tables(it)
     assert "the whole: 40 ms of work" in classes.title
     assert classes.rows[0][-1] == "1.25x"  # a fifth of the work, and free
-    assert report._advice(it).header[-1] == "step, at most"
+    assert report._advice(it).header[-1] == "whole step, at most"
 
 
 def test_idle_is_called_by_its_name():
@@ -340,7 +340,7 @@ def test_advice_on_linear_layers():
     (found,) = (item for item in advice.advise(it) if "MLP" in item.what)
     assert found.what == "fusewise.nn.MLP.from_sequential for Mlp"
     assert found.bound == pytest.approx(1.25)
-    assert found.why.startswith("12 activations behind linear layers take 20% of the work")
+    assert found.why.startswith("12 activations after linear layers take 20% of the work")
 
 
 def test_a_profile_advises_a_stack(tmp_path, monkeypatch, capsys):
@@ -379,7 +379,7 @@ net = torch.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()),
 @pytest.mark.parametrize(
     "text, said",
     [
-        (COMPILED, "a compiled model hides its own"),
+        (COMPILED, "a compiled model hides them"),
         ("import torch\nnet = torch.nn.Linear(4, 4)", "| Linear | 1 |"),
     ],
 )

@@ -39,11 +39,11 @@ def test_what_is_written_is_read_back(tmp_path):
         (lambda r: r.update(rows={}), "rows is not a list"),
         (
             lambda r: r["rows"][4]["contenders"]["eager"]["gpu"]["samples"].clear(),
-            "rows[4].contenders.eager.gpu.samples are no times",
+            "rows[4].contenders.eager.gpu.samples are not times",
         ),
         (
             lambda r: r["rows"][2]["contenders"]["eager"]["wall"]["samples"].append(math.nan),
-            "rows[2].contenders.eager.wall.samples are no times",
+            "rows[2].contenders.eager.wall.samples are not times",
         ),
         (
             lambda r: r["rows"][1].pop("contenders"),
@@ -128,7 +128,7 @@ def test_cases_of_one_run_only_and_another_machine_are_said():
     said = "\n".join(lines(compare(old, new)))
     assert "only in the old run: b4-144x95 forward" in said
     assert "only in the new run: b4-24x190 forward" in said
-    assert "other cpu than in the old run: another CPU, then a CPU" in said
+    assert "cpu differs: a CPU in the old run, another CPU in the new" in said
 
 
 def test_the_exit_code_of_compare(tmp_path, capsys):

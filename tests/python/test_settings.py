@@ -68,9 +68,11 @@ def test_nothing_can_be_forced_under_a_transform(case, last):
 
 
 def test_an_unknown_operator_is_an_error():
-    with pytest.raises(ValueError, match="no operator 'squeeze'; there are: .*squeeze_excite"):
+    with pytest.raises(
+        ValueError, match="no operator is named 'squeeze'; there are: .*squeeze_excite"
+    ):
         fusewise.implementation(squeeze="general")
-    with pytest.raises(TypeError, match="squeeze_excite expects a name"):
+    with pytest.raises(TypeError, match="expected a name for squeeze_excite"):
         fusewise.implementation(squeeze_excite=None)
 
 

@@ -93,7 +93,7 @@ def test_a_copy_that_fails(layer):
 
 def test_scratch_that_does_not_fit_is_out_of_memory():
     """The core's own allocations have no torch call in them."""
-    error = RuntimeError("out of memory: no memory for 8 bytes of scratch")
+    error = RuntimeError("out of memory: 8 bytes of scratch memory could not be allocated")
     assert isinstance(fusewise._ops.rephrased(error), torch.OutOfMemoryError)
 
 

@@ -50,14 +50,14 @@ def build_info() -> dict[str, str]:
     return dict(line.split("\t", 1) for line in text.splitlines() if line)
 
 
-WAY_OUT = 'inside `with fusewise.implementation("torch"):` it runs as torch\'s own operators'
+WAY_OUT = 'use `with fusewise.implementation("torch"):`, which runs torch\'s own operators instead'
 
 
 def refuse_onnx(operator: str) -> None:
     """Raises during an ONNX export, because ONNX has no fused operators."""
     onnx = sys.modules.get("torch.onnx")  # importing it here would take longer than all of fusewise
     if onnx is not None and onnx.is_in_onnx_export():
-        raise RuntimeError(f"{operator}: ONNX has no such operator of fusewise; {WAY_OUT}")
+        raise RuntimeError(f"{operator}: ONNX has no such operator; {WAY_OUT}")
 
 
 def dtensor_error(name: str, tensor: torch.Tensor | None) -> RuntimeError | None:
@@ -68,7 +68,7 @@ def dtensor_error(name: str, tensor: torch.Tensor | None) -> RuntimeError | None
     return RuntimeError(
         f"{name}: expected a plain tensor, got a DTensor, which fusewise does not take; apply "
         "fully_shard to the whole fusewise module, not to its layers, and leave it out of a "
-        f"tensor-parallel plan; {WAY_OUT}"
+        f"tensor-parallel plan; or {WAY_OUT}"
     )
 
 
@@ -96,14 +96,16 @@ def rephrased(error: Exception, **tensors: torch.Tensor | None) -> Exception:
                 kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
                 return RuntimeError(
                     f"{name}: expected a dense tensor, got a {kind} one; convert it first "
-                    f"(to_padded_tensor, to_dense); of a linear layer, {WAY_OUT}"
+                    f"(to_padded_tensor, to_dense); for a linear layer you can also {WAY_OUT}"
                 )
             if tensor.is_quantized:
                 return RuntimeError(f"{name}: expected a floating dtype, got {tensor.dtype}")
             if tensor.is_cuda and CUDA_MISSING:
                 return RuntimeError(f"{name}: is on {tensor.device}, but {CUDA_MISSING}")
             if tensor.device.type not in ("cpu", "cuda", "meta"):
-                return RuntimeError(f"{name}: expected cpu or cuda, got {tensor.device}")
+                return RuntimeError(
+                    f"{name}: expected a tensor on cpu or cuda, got one on {tensor.device}"
+                )
     if "CUDA: " in str(error) and not CUDA_MISSING:
         for name, tensor in tensors.items():
             if tensor is None or not tensor.is_cuda:

@@ -160,11 +160,11 @@ class Operator:
                 first, data = settled["data"]
                 half = data in _HALF
                 if dtype != data and not (half and dtype == torch.float32):
-                    wanted = f"dtype {_name(data)} as {first}" + " or float32" * half
+                    wanted = f"{first}'s dtype {_name(data)}" + ", or float32" * half
                     _refuse(f"{rule.name}: expected {wanted}, got {_name(dtype)}")
             first, expected = settled.setdefault(rule.type, (rule.name, dtype))
             if dtype != expected:
-                wanted = f"dtype {_name(expected)} as {first}"
+                wanted = f"{first}'s dtype {_name(expected)}"
                 _refuse(f"{rule.name}: expected {wanted}, got {_name(dtype)}")
 
     def fake_forward(self, *arguments):

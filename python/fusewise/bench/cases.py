@@ -39,7 +39,7 @@ def read(path: Path, device: str, size: str, pattern: str | None = None) -> list
     names = [case.name for case in found]
     for start, name in zip(_starts(text), names, strict=True):
         if names.count(name) > 1:
-            raise _wrong(path, text, start, "name", f"{name!r} is there twice")
+            raise _wrong(path, text, start, "name", f"{name!r} appears twice")
     return [
         case
         for case in found

@@ -73,7 +73,7 @@ def lines(compared: dict) -> list[str]:
     if names_of_worse := worse(compared):
         found.append(f"WORSE: {', '.join(names_of_worse)}")
     found += compared["busy"] + [
-        f"other {key} than in the old run: {now}, then {then}; read the verdicts with care"
+        f"{key} differs: {then} in the old run, {now} in the new; read the verdicts with care"
         for key, (then, now) in compared["changed"].items()
     ]
     for when in ("old", "new"):
@@ -81,9 +81,9 @@ def lines(compared: dict) -> list[str]:
             found.append(f"only in the {when} run: {', '.join(only)}")
     return [
         *found,
-        "better, worse: the whole 95 % interval of old / new lies outside of `same within`, which "
-        f"is {_ALWAYS:.0%} either way, or the interval of the control's old / new where that is "
-        "wider; the control is eager, or the empty operator",
+        "better, worse: the whole 95 % interval of old / new lies outside of the range `same "
+        f"within`. That range is {_ALWAYS:.0%} either way, or the interval of the control's "
+        "old / new if that is wider. The control is eager or the empty operator.",
     ]
 
 

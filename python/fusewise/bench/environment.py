@@ -50,7 +50,9 @@ def busy_machine(environment: dict) -> list[str]:
     others, cores = environment.get("load", 0), environment.get("cores", 1)
     if others <= cores / 4:
         return []
-    return [f"BUSY MACHINE: others kept {others} of {cores} cores busy; these figures are unsteady"]
+    return [
+        f"BUSY MACHINE: other processes used {others} of {cores} cores; these figures are unsteady"
+    ]
 
 
 def commit() -> str | None:

@@ -29,9 +29,9 @@ def ratios(results: dict, family: str) -> list[Plot]:
     if not rows:
         return []
     caption = (
-        "How many times faster ours is, with 95 % intervals; in the red part it is slower. Hollow: "
-        "yardsticks, no rivals. What lies beyond the right edge is in the tables. The last panel: "
-        "the share of our time that the floor needs."
+        "How many times faster ours is, with 95 % intervals; in the red part it is slower. Hollow "
+        "points are yardsticks, not rivals. For values beyond the right edge see the tables. The "
+        "last panel shows the floor as a share of our time."
     )
     return [Plot(f"{family}-ratios", caption, _ratios(results, rows))]
 
@@ -43,7 +43,7 @@ def sizes(results: dict, family: str) -> list[Plot]:
     clock = verdict.main_clock(results)
     caption = (
         f"The {CLOCKS[clock]} against the bytes that must move. Where points stop falling to the "
-        "left, calling is all that costs."
+        "left, only the cost of a call remains."
     )
     return [Plot(f"{family}-sizes", caption, _sizes(results, rows, clock))]
 
@@ -182,7 +182,7 @@ def _sizes(results: dict, rows: list[dict], clock: str):
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_title(mode, fontsize=10)
-        axes.set_xlabel("MB that are read and written")
+        axes.set_xlabel("MB read and written")
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel(f"{CLOCKS[clock]}, µs")
     _finish(figure, handles)

@@ -25,14 +25,15 @@ from .tables import (
 from .verdict import CLOCKS
 
 LEGEND = (
-    "Ratios say how many times faster ours is: the baseline's time over ours. *same*: the 95 % "
-    "interval of the ratio holds 1. *slower*, in capitals: all of it is below 1. *of floor*: the "
-    "share of our time that the bytes which must move, or the operations, need at the rates "
-    "measured here. *±*: half the distance between the quartiles. *host µs*: wall time less GPU "
-    "time, and its share of the wall time; *empty µs*: the wall time of an empty operator with as "
-    "many tensors; *graph*: more than half of the wall time is that, so only a CUDA graph would "
-    "help. Yardsticks count in no verdict: *products*, the GEMMs alone, *layers*, the same layers "
-    "one by one, and *graphed*, ours as one CUDA graph."
+    "Ratios say how many times faster ours is: the baseline's time divided by ours. *same*: the "
+    "95 % interval of the ratio contains 1. *slower*, in capitals: all of it is below 1. *of "
+    "floor*: the floor as a share of our time; the floor is the time that the bytes which must "
+    "move, or the operations, need at the rates measured here. *±*: half the distance between the "
+    "quartiles. *host µs*: wall time minus GPU time, and its share of the wall time. *empty µs*: "
+    "the wall time of an empty operator with as many tensors. *graph*: the empty operator takes "
+    "more than half of our wall time, so only a CUDA graph would help. Yardsticks do not count in "
+    "any verdict: *products* is the GEMMs alone, *layers* the same layers one by one, *graphed* "
+    "ours as one CUDA graph."
 )
 
 
@@ -118,7 +119,7 @@ def headline(results: dict) -> Table:
         for score in verdict.scores(results)
     ]
     header = ["", "faster", "same", "slower", "times faster"]
-    title = f"{len(results['rows'])} rows on {_machine(results)}, times faster as geometric means"
+    title = f"{len(results['rows'])} rows on {_machine(results)}, times faster is a geometric mean"
     return Table(title, header, rows)
 
 
@@ -128,7 +129,7 @@ def remarks(results: dict) -> list[str]:
     failed = [row for row in results["rows"] if "failed" in row]
     lines += [f"NOT MEASURED: {one_line(row)}" for row in failed]
     if results["interrupted"]:
-        lines.append("INTERRUPTED: what was done until then")
+        lines.append("INTERRUPTED: only the rows that were finished before")
     if count := sum(map(verdict.only_a_graph_helps, results["rows"])):
         lines.append(
             f"In {count} of {len(results['rows'])} rows an empty operator takes more than half of "
@@ -222,8 +223,8 @@ def _intro(results: dict) -> str:
     families = verdict.families(results)
     return (
         f"{len(results['rows'])} rows of {', '.join(families)}; {here['date']}, commit "
-        f"{here.get('commit', 'unknown')}. Geometric means over the rows of how many times faster "
-        "ours is. Same: the 95 % interval of a row's ratio holds 1."
+        f"{here.get('commit', 'unknown')}. Each figure says how many times faster ours is, as the "
+        "geometric mean over the rows. Same: the 95 % interval of a row's ratio contains 1."
     )
 
 

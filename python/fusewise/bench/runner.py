@@ -114,7 +114,7 @@ def _ended(results: dict, cases: list[Case]) -> dict:
 def usable_device(device: str) -> str:
     """The device that was asked for; otherwise the GPU if there is one that fusewise can use."""
     if device == "cuda" and (reason := _cuda_missing()):
-        raise UsageError(f"--device cuda: {reason}; --device cpu measures on the CPU")
+        raise UsageError(f"--device cuda: {reason}; use --device cpu to measure on the CPU")
     return device or ("cpu" if _cuda_missing() else "cuda")
 
 
@@ -133,7 +133,7 @@ def _cases(options: Options) -> list[Case]:
         )
     cases = recast(cases, options.dtype, options.layout)
     if options.device == "cpu" and any(case.tf32 for case in cases):
-        raise UsageError("tf32: is for a GPU; on a CPU take float32")
+        raise UsageError("tf32: expected a GPU, got the CPU; use float32 there")
     return cases
 
 

@@ -103,7 +103,7 @@ def read(path: Path) -> dict:
     except ValueError as error:
         raise UsageError(f"{path}: damaged, not JSON: {error}") from error
     if not isinstance(results, dict) or "schema" not in results:
-        raise UsageError(f"{path}: not a results.json of `fusewise bench`")
+        raise UsageError(f"{path}: is not a results.json of `fusewise bench`")
     if results["schema"] != VERSION:
         raise UsageError(
             f"{path}: has schema {results['schema']}, this fusewise reads {VERSION}; "
@@ -130,7 +130,7 @@ def _untimed(rows: list[dict]) -> str:
             for clock in contender.keys() & {"wall", "gpu"}:
                 samples = contender[clock]["samples"]
                 if len(samples) < 2 or not all(0 < t < math.inf for t in samples):
-                    return f"rows[{i}].contenders.{name}.{clock}.samples are no times"
+                    return f"rows[{i}].contenders.{name}.{clock}.samples are not times"
     return ""
 
 

@@ -74,9 +74,9 @@ class Function:
             inputs = self.operator.inputs
             x, w = inputs[0].name, inputs[self.operator.first_is_for].name
             raise RuntimeError(
-                f"{self.name}: a second backward, or one for a batch of gradients, needs {x}, "
-                f"which is not kept where {w} needs no gradient; let {w} require one, or build the "
-                "layer from torch's own operators"
+                f"{self.name}: a second backward and a backward for a batch of gradients need {x}, "
+                f"which forward did not save because {w} needs no gradient; call "
+                f"{w}.requires_grad_() before forward, or {_ops.WAY_OUT}"
             )
 
         def formula(*tensors):

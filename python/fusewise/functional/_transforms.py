@@ -10,7 +10,7 @@ from .._torch_private import (
     needs_formula,
 )
 
-SEEN_THROUGH = "torch.func transforms and forward-mode AD see through torch's own operators only"
+SEEN_THROUGH = "torch.func transforms and forward-mode AD only work with torch's own operators"
 
 
 def is_symbolic(x) -> bool:
@@ -26,9 +26,7 @@ def is_jit_tracing() -> bool:
 def refuse_exporters(operator: str, x) -> None:
     """Raises an error, with the remedy, for tracers that cannot handle a fused operator."""
     if isinstance(x, Proxy):
-        raise TypeError(
-            f"{operator}: torch.fx cannot trace a fused operator of fusewise; {_ops.WAY_OUT}"
-        )
+        raise TypeError(f"{operator}: torch.fx cannot trace a fused operator; {_ops.WAY_OUT}")
     if jit_tracing_state() is not None:
         _ops.refuse_onnx(operator)
 

@@ -122,7 +122,7 @@ def _lists(x, weights, biases):
     if not found[0]:
         raise ValueError("weights: expected at least one")
     if found[1] and len(found[1]) != len(found[0]):
-        raise ValueError(f"biases: expected {len(found[0])} as weights, got {len(found[1])}")
+        raise ValueError(f"biases: expected {len(found[0])}, one per weight, got {len(found[1])}")
     return found
 
 

@@ -40,15 +40,15 @@ def measure(device: str) -> Samples:
 
 
 def conclude(samples: Samples, device: str) -> Finding:
-    title = "Squeeze-and-Excitation behind a convolution, forward and backward"
+    title = "Squeeze-and-Excitation after a convolution, forward and backward"
     shown = table(title, samples)
     part = ratio(samples, _PART, _FAST_PART)
     whole = ratio(samples, _WHOLE, _FAST_WHOLE)
     share = median(samples[_PART]) / median(samples[_WHOLE])
     said = (
-        f"The part got {interval(part)} as fast. It was {share:.0%} of the whole, so Amdahl's law, "
-        f"1 / (1 - s + s / k), promises {amdahl(share, part.value):.2f} for the whole, and "
-        f"{1 / (1 - share):.2f} if the part were free; measured: {interval(whole)}."
+        f"The part became {interval(part)} as fast. It took {share:.0%} of the whole. Amdahl's "
+        f"law, 1 / (1 - s + s / k), predicts {amdahl(share, part.value):.2f} times for the whole, "
+        f"and {1 / (1 - share):.2f} times if the part took no time. Measured: {interval(whole)}."
     )
     seen = whole.value < part.value
     if not seen:

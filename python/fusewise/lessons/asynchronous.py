@@ -34,7 +34,7 @@ def conclude(samples: Samples, device: str) -> Finding:
     shown = table("A matrix product, timed in two ways", samples)
     if device == "cpu":
         said = (
-            "On a CPU the mistake cannot be made: a call returns when its work is done, so both "
+            "On a CPU this mistake is not possible: a call returns when its work is done, so both "
             "ways time the same thing. On a GPU a call returns when its work is enqueued."
         )
         return Finding(shown, [said], False)
@@ -43,8 +43,8 @@ def conclude(samples: Samples, device: str) -> Finding:
         said = "Both ways give the same here: launching takes as long as the work."
         return Finding(shown, [said], False)
     said = (
-        f"The product takes {interval(found)} as long as the clock without a wait says: what "
-        "that one measured is the launch. Wait (torch.cuda.synchronize) before reading a clock."
+        f"The product takes {interval(found)} as long as the timing without waiting says, because "
+        "that one measured only the launch. Call torch.cuda.synchronize before reading a clock."
     )
     return Finding(shown, [said], True)
 

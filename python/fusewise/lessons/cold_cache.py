@@ -38,13 +38,14 @@ def conclude(samples: Samples, device: str) -> Finding:
     shown = table(title, samples, "GB/s", moved / 1e3)
     found = ratio(samples, _COLD, _WARM)
     if found.verdict != "faster":
-        said = "The effect is not there on this machine: the cache is no faster than the memory."
+        said = "This machine does not show the effect: its cache is not faster than its memory."
         return Finding(shown, [said], False)
     said = (
         f"From memory it takes {interval(found)} as long as from the cache. In a network, what a "
-        "layer reads was written long ago: rotate the buffers, or the figure is the cache's."
+        "layer reads has left the cache already: use several buffers in turn, or you measure the "
+        "cache."
     )
     return Finding(shown, [said], True)
 
 
-LESSON = Lesson("the same buffer over and over times the cache", measure, conclude)
+LESSON = Lesson("reusing one buffer measures the cache", measure, conclude)

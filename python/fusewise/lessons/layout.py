@@ -29,12 +29,12 @@ def conclude(samples: Samples, device: str) -> Finding:
         said = f"In NCHW it takes {interval(found)} as long as in NHWC."
         if device == "cuda":
             said += (
-                " The matrix units want the channels side by side, and cuDNN converts to that and "
-                "back; `fusewise profile` names these conversions in your model."
+                " Tensor cores need the channels next to each other, so cuDNN converts the layout "
+                "and converts it back; `fusewise profile` shows these conversions in your model."
             )
         return Finding(shown, [said], True)
-    word = "shorter" if found.verdict == "slower" else "equally long"
-    said = f"The effect is not there on this machine: NCHW takes {word}, {interval(found)}."
+    word = "less time" if found.verdict == "slower" else "the same time"
+    said = f"This machine does not show the effect: NCHW takes {word}, {interval(found)} as long."
     if device == "cpu":
         said += " On a CPU, oneDNN blocks the channels in a layout of its own in either case."
     return Finding(shown, [said], False)

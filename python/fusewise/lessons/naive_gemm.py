@@ -45,13 +45,13 @@ def conclude(samples: Samples, device: str) -> Finding:
     found = ratio(samples, _NAIVE, _VENDOR)
     if found.verdict != "faster":
         return Finding(
-            shown, ["The vendor's product is not faster here; that is a surprise."], False
+            shown, ["The vendor's matrix product is not faster here, which is surprising."], False
         )
     said = (
-        f"All give the right answer; the loop takes {interval(found)} as long as the vendor's "
-        "product. It reads every value again for each output. Blocking for registers and caches, "
-        "and on a GPU the matrix units, are what the vendor's library is made of: let it do the "
-        "products, and gain at their edges."
+        f"All results are right. The loop takes {interval(found)} as long as the vendor's product, "
+        "because it reads every value again for each output. The vendor's library blocks for "
+        "registers and caches, and on a GPU uses the tensor cores. Leave the product to it, and "
+        "fuse what comes before and after."
     )
     return Finding(shown, [said], True)
 

@@ -47,13 +47,13 @@ def conclude(samples: Samples, device: str) -> Finding:
         f"Packing with copies takes {interval(found)} as long as a convolution for each stream."
     ]
     if found.verdict == "faster":
-        lines.append("Two launches fewer do not pay for the copies.")
+        lines.append("Two fewer launches do not make up for the copies.")
     else:
-        lines.append("The effect is not there on this machine: here packing does not cost more.")
+        lines.append("This machine does not show the effect: packing does not cost more here.")
     if alone.verdict == "slower":
         lines.append(
-            f"The grouped convolution alone takes {interval(alone)} as long: packing pays for data "
-            "that lives packed and is never copied."
+            f"The grouped convolution alone takes {interval(alone)} as long: packing is worth it "
+            "only for data that stays packed and is never copied."
         )
     else:
         lines.append(

@@ -208,7 +208,7 @@ class SpectralShapeAutoencoder(nn.Module):
             raise ImportError(message) from error
         parts = self._parts()
         if why := self._foreign(parts):
-            raise TypeError(f"save_safetensors writes the weights alone, but {why}")
+            raise TypeError(f"save_safetensors writes only the weights, but {why}")
         make_weights(self)
         values = (weight.detach().contiguous() for weight in self._weights(parts))
         tensors = dict(zip(_NAMES, values, strict=True))

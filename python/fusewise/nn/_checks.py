@@ -87,7 +87,9 @@ def unhooked(name: str, module: torch.nn.Module) -> None:
     if before or module._forward_hooks or module._backward_hooks:
         _refuse_hooks(name)
     if "forward" in module.__dict__:
-        raise ValueError(f"{name}: has a forward of its own, which a fused layer would not run")
+        raise ValueError(
+            f"{name}: overrides forward, which a fused layer would not call; remove that first"
+        )
 
 
 def _refuse_hooks(name: str) -> None:

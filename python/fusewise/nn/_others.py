@@ -31,7 +31,7 @@ _SQUEEZE_EXCITATIONS = {
     "timm.models.senet.SEModule": ("fc1", "relu", "fc2", "sigmoid"),
 }
 _OTHER_EXCITATIONS = {
-    "timm.layers.squeeze_excite.EffectiveSEModule": "has one convolution (fc) and no hidden units",
+    "timm.layers.squeeze_excite.EffectiveSEModule": "has one convolution (fc) and no hidden layer",
     "timm.layers.squeeze_excite.SqueezeExciteCl": "has the channels in the last dimension",
 }
 _TIMMS_MLP = "timm.layers.mlp.Mlp"
@@ -127,7 +127,7 @@ def _named_parts(modules: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if not isinstance(modules, nn.Sequential):
         raise TypeError(f"modules: expected a torch.nn.Sequential or {_TIMMS_MLP}, got {kind}")
     if type(modules).forward is not nn.Sequential.forward:
-        raise TypeError(f"modules: {kind} has a forward of its own")
+        raise TypeError(f"modules: {kind} overrides forward, which a fused stack would not call")
     yield from ((f"modules[{i}]", module) for i, module in enumerate(modules))
 
 
@@ -168,7 +168,7 @@ def _check_dropout(name: str, module: nn.Dropout) -> None:
     if module.p > 0:
         raise ValueError(
             f"{name}: expected Dropout(0), got Dropout({module.p:g}), which a fused stack would "
-            "not apply in training; set p to 0 where that is meant"
+            "not apply in training; set p to 0 if it is not needed"
         )
 
 

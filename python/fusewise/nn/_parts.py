@@ -70,7 +70,7 @@ def ordinary(parts: Collection[nn.Module], kinds: Sequence[type[nn.Module]]) -> 
 def foreign(parts: dict[str, nn.Module], kinds: Sequence[type[nn.Module]], prefix: str = "") -> str:
     """Why calling one of the parts would not compute the formula of its kind, or ''."""
     if len(parts) != len(kinds):
-        return f"{prefix[:-1]} has {len(parts)} parts where the operator knows {len(kinds)}"
+        return f"{prefix[:-1]} has {len(parts)} parts, the fused operator needs {len(kinds)}"
     for (name, part), kind in zip(parts.items(), kinds, strict=True):
         if why := _foreign(prefix + name, part, kind):
             return why
@@ -82,7 +82,7 @@ def _foreign(name: str, part: nn.Module, kind: type[nn.Module]) -> str:
     if not _computes_as(cls, kind):
         return f"{name} is a {_full_name(cls)}, which may compute something else"
     if "forward" in part.__dict__:
-        return f"{name} has a forward of its own"
+        return f"{name} overrides forward"
     if (
         part._forward_hooks
         or part._backward_hooks
@@ -92,10 +92,10 @@ def _foreign(name: str, part: nn.Module, kind: type[nn.Module]) -> str:
         for of, tensor in part._parameters.items():
             if error := dtensor_error(f"{name}.{of}", tensor):
                 raise error
-        return f"{name} has hooks, which run only when it is called"
+        return f"{name} has hooks, and the fused operator would not call them"
     for of, value in (("eps", _EPS), ("padding", _PADDING), ("groups", 1)):
         if getattr(part, of, value) != value:
-            return f"{name}.{of} is {getattr(part, of)} where the operator has {value}"
+            return f"{name}.{of} is {getattr(part, of)}, the fused operator has {value}"
     return ""
 
 
@@ -117,7 +117,9 @@ def hooks_everywhere() -> str:
         _module._global_backward_pre_hooks,
     ):
         if not all(isinstance(getattr(hook, "__self__", None), tracker) for hook in hooks.values()):
-            return "hooks are registered for all modules, which run only when a part is called"
+            return (
+                "hooks are registered for all modules, and the fused operator would not call them"
+            )
     return ""
 
 

@@ -96,7 +96,7 @@ class MLP(torch.nn.Module):
         if len(missing) == len(biases):
             biases = None
         elif missing:
-            why = f"layers.{missing[0]} has no bias where others have one"
+            why = f"layers.{missing[0]} has no bias, but other layers have one"
             return run_torch("linear_act", self, self._with_torch, x, why)
         try:
             return functional.mlp(x, weights, biases, self.activation, self.final_activation)

@@ -66,7 +66,11 @@ def _bound(profile: Profile, share: float, factor: float = float("inf")) -> floa
 
 def _on_top(profile: Profile) -> str:
     """A note that fewer launches also save idle time, which the bound does not include."""
-    return "; the idle time it saves comes on top" if profile.idle > LAUNCH_BOUND else ""
+    return (
+        "; it also saves idle time, which is not counted here"
+        if profile.idle > LAUNCH_BOUND
+        else ""
+    )
 
 
 def _launches(profile: Profile):
@@ -83,8 +87,8 @@ def _launches(profile: Profile):
         yield Advice(
             "a larger batch",
             bound,
-            f"{profile.idle:.0%} of a step runs in no operator: that is Python, and calling "
-            f"{profile.launches:.0f} operators",
+            f"{profile.idle:.0%} of a step is spent outside of operators: in Python, and in "
+            f"calling {profile.launches:.0f} operators",
         )
 
 
@@ -94,7 +98,7 @@ def _layout(profile: Profile):
     if profile.channels_last:
         named = ", ".join(list(profile.conversions)[:2])
         why = f"channels_last is set, yet {share:.0%} of the work converts layouts: {named}"
-        yield Advice("find the module that gives back another layout", bound, why)
+        yield Advice("find the module that returns another layout", bound, why)
         return
     why = f"{share:.0%} of the work converts layouts"
     convolutions = _share(profile, CONVOLUTION)
@@ -111,8 +115,8 @@ def _operators(profile: Profile):
             yield Advice(
                 f"{operator} for {kind.name}",
                 _bound(profile, kind.share, kind.to_floor),
-                f"{kind.calls} calls take {kind.share:.0%} of the work and are "
-                f"{kind.to_floor:.1f} times from their floor{_on_top(profile)}",
+                f"{kind.calls} calls take {kind.share:.0%} of the work and "
+                f"{kind.to_floor:.1f} times as long as their floor{_on_top(profile)}",
             )
 
 
@@ -121,8 +125,8 @@ def _fusable(profile: Profile):
         yield Advice(
             f"{each.operator} for {each.name}",
             _bound(profile, each.share),
-            f"{each.calls} activations behind linear layers take {each.share:.0%} of the work, and "
-            f"would be computed with the product{_on_top(profile)}",
+            f"{each.calls} activations after linear layers take {each.share:.0%} of the work, and "
+            f"would be computed together with the GEMM{_on_top(profile)}",
         )
 
 
@@ -134,7 +138,7 @@ def _compile(profile: Profile):
         "torch.compile",
         _bound(profile, share),
         f"{share:.0%} of the work is elementwise, normalisation and copies, which a compiler can "
-        f"join; how much of it goes away, only a try tells{_on_top(profile)}",
+        f"fuse; only trying it shows how much time that saves{_on_top(profile)}",
     )
 
 
@@ -144,5 +148,5 @@ def _nothing(profile: Profile) -> Advice:
         "nothing: already at the floor",
         1.0,
         f"{share:.0%} of the work is convolutions and matrix products, which the vendor's library "
-        "does, and nothing else is worth a try",
+        "computes, and nothing else is worth trying",
     )

@@ -67,7 +67,9 @@ def load(spec: str) -> nn.Module:
     except Exception as error:
         raise UsageError(f"{spec}: the factory failed: {first_line(error)}") from error
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{spec}: made a {type(model).__name__}, expected a torch.nn.Module")
+        raise UsageError(
+            f"{spec}: expected a factory of a torch.nn.Module, got {type(model).__name__}"
+        )
     return model
 
 

@@ -67,8 +67,8 @@ def _lines(profile: Profile) -> list[str]:
         idle += ": Python between the operators."
     elif profile.idle > LAUNCH_BOUND:
         idle += (
-            ": LAUNCH-BOUND. Until the GPU is kept busy, faster kernels change little, and the "
-            "classes' bounds hold only after that."
+            ": LAUNCH-BOUND. Keep the GPU busy first. Until then faster kernels change little, and "
+            "the speed-ups given for classes of modules do not apply."
         )
     else:
         idle += ": not launch-bound."
@@ -81,13 +81,14 @@ def _lines(profile: Profile) -> list[str]:
         )
     if profile.modules:
         lines.append(
-            f"Bounds are Amdahl's, 1 / (1 - s + s / k): a class's of the {_ms(profile.work_us)} ms "
-            f"in which {who} run, that of something to try of the whole step. "
-            f"{_ms(profile.outside_us)} ms of the work belong to no module. A class's time has its "
-            "inner modules in it, so the shares add up to more than 100 %."
+            "Speed-ups are upper bounds by Amdahl's law, 1 / (1 - s + s / k). Those of a class of "
+            f"modules are of the {_ms(profile.work_us)} ms in which {who} run; those of something "
+            f"to try are of the whole step. {_ms(profile.outside_us)} ms of the work belong to no "
+            "module. A class's time includes its inner modules, so the shares add up to more than "
+            "100 %."
         )
     else:
-        lines.append("No module inside of the model was seen: a compiled model hides its own.")
+        lines.append("No module inside the model was seen: a compiled model hides them.")
     return lines
 
 
@@ -134,7 +135,7 @@ def _shown(profile: Profile) -> list[ModuleKind]:
 
 def _advice(profile: Profile) -> Table:
     rows = [[item.what, item.why, _times(item.bound)] for item in advise(profile)]
-    header = ["try", "because", "step, at most"]
+    header = ["try", "because", "whole step, at most"]
     return Table("What to try first", header, rows, text_columns=2)
 
 
@@ -157,11 +158,11 @@ def _plots(profile: Profile) -> list[Plot]:
         axes.set_yticks(range(len(values)), list(values))
         axes.invert_yaxis()
         axes.set_xlim(0, 1.12 * max(times))
-        axes.set_xlabel("ms a step; in per cent of the wall time")
+        axes.set_xlabel("ms per step, and the share of the wall time")
         return figure, axes
 
     figure, _ = bars(work | idle)
-    found = [Plot("kinds", "What a step does, and how long it does nothing.", figure)]
+    found = [Plot("kinds", "What a step spends its time on, and how long it is idle.", figure)]
     if shown := _shown(profile):
         figure, axes = bars({kind.name: kind.us for kind in shown})
         for place, kind in enumerate(shown):

@@ -104,5 +104,5 @@ def _work_us(plain: Recording, wall_us: float, steps: int, device: str) -> float
 def _device(device: str) -> str:
     """Profiling only needs torch's GPU support; fusewise's own kernels need not run there."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: no GPU was found; --device cpu profiles on the CPU")
+        raise UsageError("--device cuda: no GPU was found; use --device cpu to profile on the CPU")
     return device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -28,7 +28,7 @@ std::string first_of(const DeviceLimits& limits, const Call& call) {
 template <typename Call>
 std::string float64_declines(const DeviceLimits&, const Call& call) {
   if (call.dtype != DType::f64) return {};
-  return "it multiplies float32, float16 and bfloat16, and x is float64";
+  return "it has no float64 kernels";
 }
 
 /// n_mels, latent and slice_latent of the default model.
@@ -59,9 +59,9 @@ std::string alignment_declines(std::initializer_list<AlignedRows> tensors) {
   for (const AlignedRows& t : tensors) {
     const auto address = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(t.address));
     if (address % t.vector == 0 && t.bytes % t.vector == 0) continue;
-    return std::string(t.name) + " must have rows at multiples of " + text(t.vector) +
-           " bytes, but its first is " + text(address % t.vector) +
-           " bytes behind one and they are " + text(t.bytes) + " bytes apart";
+    return std::string(t.name) + "'s rows must start at multiples of " + text(t.vector) +
+           " bytes, but the first starts " + text(address % t.vector) +
+           " bytes after one and the rows are " + text(t.bytes) + " bytes apart";
   }
   return {};
 }
@@ -102,7 +102,7 @@ std::string gradient_rows_decline(const DeviceLimits&, const Backward& call) {
 
 std::string memory_declines(const DeviceLimits& limits, std::int64_t bytes) {
   if (bytes <= limits.block_shared_memory) return {};
-  return "it takes " + text(bytes) + " bytes of shared memory, and a block has " +
+  return "it needs " + text(bytes) + " bytes of shared memory, and a block has " +
          text(limits.block_shared_memory);
 }
 /// The packing kernel and the kernel that finishes the basis's gradient hold a whole basis vector.
@@ -137,13 +137,14 @@ std::string architecture_declines(const DeviceLimits& limits, const Backward&) {
 }
 std::string exact_products_decline(const DeviceLimits&, const Backward& call) {
   if (call.dtype != DType::f32 || call.tf32) return {};
-  return "it multiplies TF32, float16 and bfloat16, and TF32 is not allowed for float32";
+  return "it computes float32 in TF32, which is not allowed here";
 }
 std::string wgmma_call_declines(const DeviceLimits&, const Backward& call) {
   if (call.d_z != nullptr) return "it does not take the latent's gradient";
-  if (call.d_out == nullptr && call.d_score == nullptr) return "no gradient comes in";
-  if (call.projection == nullptr) return "it needs the projection that forward keeps";
-  if (!wanted_sums(call).any()) return "no gradient of a weight is wanted that has sums over rows";
+  if (call.d_out == nullptr && call.d_score == nullptr) return "no output has a gradient";
+  if (call.projection == nullptr) return "it needs the projection, which forward did not save";
+  if (!wanted_sums(call).any())
+    return "it is for gradients of weights, and none that sums over rows is needed";
   return {};
 }
 
@@ -179,7 +180,7 @@ std::string many_rows_yields(const DeviceLimits& limits, const Forward& call) {
   const int each = call.dtype != DType::f32 ? 0 : call.tf32 ? 16 : 32;
   const std::int64_t most = std::int64_t{each} * limits.multiprocessors;
   if (call.sizes.rows > most) return {};
-  return "warps that share 16 rows are faster for up to " + text(most) + " rows";
+  return "'block16' is faster for up to " + text(most) + " rows";
 }
 
 std::string backward_block16_declines(const DeviceLimits& limits, const Backward& call) {
@@ -200,8 +201,9 @@ std::string wgmma_yields(const DeviceLimits& limits, const Backward& call) {
   const bool of_score = call.d_score != nullptr;
   const double large = of_score ? 4.6 * turns(128) + 1.8 : 4 * turns(128) + 1.5;
   if (large < turns(16)) return {};
-  return "'block16' is faster for " + text(call.sizes.rows) + " rows: its tiles of 16 rows go to " +
-         text(limits.multiprocessors) + " multiprocessors more evenly than those of 128";
+  return "'block16' is faster for " + text(call.sizes.rows) +
+         " rows: tiles of 16 rows spread over " + text(limits.multiprocessors) +
+         " multiprocessors more evenly than tiles of 128";
 }
 
 /// A warp works on the frames of its 16 rows one after the other, 'general' on all of them at once.

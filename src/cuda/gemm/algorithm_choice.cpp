@@ -71,8 +71,8 @@ std::vector<Algorithm> candidates(const Context& context, const Product& p,
 
 Algorithm first_suggestion(const Context& context, const Product& p) {
   const std::vector<Algorithm> list = suggested(context, p);
-  check(!list.empty(), "cuBLASLt has no algorithm for a ", name_of(p.dtype), " product of [",
-        p.rows, ", ", p.inner, "] and [", p.inner, ", ", p.columns, "]");
+  check(!list.empty(), "cuBLASLt has no algorithm for a ", name_of(p.dtype), " GEMM of [", p.rows,
+        ", ", p.inner, "] and [", p.inner, ", ", p.columns, "]");
   return list.front();
 }
 
@@ -96,7 +96,7 @@ Algorithm measured(const Context& context, const Product& p, Description& descri
     }
   }
   check(!algorithms.empty(), "cuBLASLt has no algorithm that runs for a ", name_of(p.dtype),
-        " product of [", p.rows, ", ", p.inner, "] and [", p.inner, ", ", p.columns, "]");
+        " GEMM of [", p.rows, ", ", p.inner, "] and [", p.inner, ", ", p.columns, "]");
   if (algorithms.size() == 1) return algorithms.front();
 
   std::size_t most = 0;

@@ -27,9 +27,9 @@ std::vector<std::uint64_t> look_at(const Context& context, const Product& p) {
     const std::int64_t at = last * ((p.rows - 1) * p.d.stride + p.columns - count);
     check_cuda(
         cudaMemcpyAsync(bytes[last], d + at * size, count * size, cudaMemcpyDeviceToHost, stream),
-        "looking at a product");
+        "reading the result of a GEMM");
   }
-  check_cuda(cudaStreamSynchronize(stream), "looking at a product");
+  check_cuda(cudaStreamSynchronize(stream), "reading the result of a GEMM");
   std::vector<std::uint64_t> seen(2 * count);
   for (std::int64_t i = 0; i < 2 * count; ++i) {
     std::memcpy(&seen[i], bytes[i / count] + i % count * size, size);

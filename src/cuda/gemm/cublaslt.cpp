@@ -30,7 +30,8 @@ void check_blas(cublasStatus_t status, const char* doing) {
 cublasLtHandle_t handle_of(Device device) {
   static std::array<std::once_flag, kMaxDevices> once;
   static std::array<cublasLtHandle_t, kMaxDevices> handles{};
-  check(device.index >= 0 && device.index < kMaxDevices, "device: no GPU number ", device.index);
+  check(device.index >= 0 && device.index < kMaxDevices, "device: expected a GPU from 0 to ",
+        kMaxDevices - 1, ", got ", device.index);
   std::call_once(once[device.index], [&] {
     const RelaxedCapture relaxed;  // it allocates, and another thread may be capturing
     check_blas(cublasLtCreate(&handles[device.index]), "starting");
@@ -73,7 +74,7 @@ template <typename Value>
 void set(cublasLtMatmulDescOpaque_t& operation, cublasLtMatmulDescAttributes_t attribute,
          Value value) {
   check_blas(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)),
-             "describing a product");
+             "describing a GEMM");
 }
 
 void describe(cublasLtMatrixLayoutOpaque_t* layout, cudaDataType_t type, std::int64_t rows,
@@ -160,7 +161,7 @@ bool add_every_term(const Context& context, Description& description, Algorithm&
 Description::Description(const Product& p) : inner(p.inner) {
   const cudaDataType_t type = type_of(p.dtype);
   const cudaDataType_t scale = p.dtype == DType::f64 ? CUDA_R_64F : CUDA_R_32F;
-  check_blas(cublasLtMatmulDescInit(&operation, compute_of(p), scale), "describing a product");
+  check_blas(cublasLtMatmulDescInit(&operation, compute_of(p), scale), "describing a GEMM");
   set(operation, CUBLASLT_MATMUL_DESC_TRANSA, p.b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(operation, CUBLASLT_MATMUL_DESC_TRANSB, p.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(p));
@@ -218,7 +219,7 @@ void run_algorithm(const Context& context, const Product& p, Description& descri
                      &description.a, p.a.data, &description.b, beta, p.d.data, &description.d,
                      p.d.data, &description.d, &algorithm.algorithm, workspace, algorithm.workspace,
                      static_cast<cudaStream_t>(context.stream)),
-      "a product");
+      "a GEMM");
 }
 
 }  // namespace fusewise::cuda

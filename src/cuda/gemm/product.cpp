@@ -107,9 +107,9 @@ struct PreparedProduct::State {
 
   State(const Context& context, Product p) {
     check(!p.add || (p.bias == nullptr && p.epilogue == Epilogue::none && !p.math.tune),
-          "a product that adds has no bias, no epilogue and no tuning");
+          "a GEMM that adds to its output has no bias, no epilogue and no tuning");
     check(!p.wide_result || (p.epilogue == Epilogue::none && !p.math.tune),
-          "a product with a wide result has no epilogue and no tuning");
+          "a GEMM with a wide result has no epilogue and no tuning");
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const std::int64_t size = size_of(p.wide_result ? DType::f32 : p.dtype);
     if (p.inner == 0) {  // an empty sum is zero

@@ -166,12 +166,12 @@ class ColdTimer {
                                  cudaMemcpyDeviceToDevice, stream),
                  "reading weights");
     }
-    check_cuda(cudaEventRecord(begin_.get(), stream), "timing a product");
+    check_cuda(cudaEventRecord(begin_.get(), stream), "timing a GEMM");
     way(context_);
-    check_cuda(cudaEventRecord(end_.get(), stream), "timing a product");
-    check_cuda(cudaEventSynchronize(end_.get()), "timing a product");
+    check_cuda(cudaEventRecord(end_.get(), stream), "timing a GEMM");
+    check_cuda(cudaEventSynchronize(end_.get()), "timing a GEMM");
     float ms = 0;
-    check_cuda(cudaEventElapsedTime(&ms, begin_.get(), end_.get()), "timing a product");
+    check_cuda(cudaEventElapsedTime(&ms, begin_.get(), end_.get()), "timing a GEMM");
     return ms;
   }
 

@@ -144,15 +144,16 @@ std::string epilogue_declines(const Context& context, const LinearActForward& ca
     return "cuBLASLt has no epilogue for this activation";
   }
   if (call.activation == Activation::gelu_tanh) {
-    if (call.kept.defined()) return "z is to be kept, and the epilogue writes y alone";
+    if (call.kept.defined()) return "z must be saved for backward, and the epilogue writes only y";
     // In float32 its error is some 20 ulp. In float16, if z is out of range, torch's gelu gives NaN
     // because it takes the rounded z; this one gives 0.
     if (call.y.dtype != DType::bf16) {
-      return "cuBLASLt's gelu is not torch's in this dtype";
+      return "cuBLASLt's gelu differs from torch's in this dtype";
     }
   }
   if (judge(context, call) != Verdict::not_right) return "";
-  return "cuBLASLt's epilogue is not known to return NaN for NaN and to round once here";
+  return "cuBLASLt's epilogue did not pass its check (NaN stays NaN, rounded once), or the "
+         "check was not possible because a graph is being captured";
 }
 
 std::string epilogue_yields(const Context& context, const LinearActForward& call) {

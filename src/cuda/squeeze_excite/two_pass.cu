@@ -521,11 +521,11 @@ std::string declines(const Context& context, std::initializer_list<const TensorV
   const std::int64_t most_rows = kThreads * 16 / size_of(x.dtype);
   const std::int64_t shared = sizeof(float) * (excitation_floats(channels, r) + most_rows);
   if (shared > limits_of(context.device).block_shared_memory) {
-    return "so many hidden units do not fit in shared memory";
+    return "the hidden units do not fit in shared memory";
   }
   const std::int64_t work = n * c * hw / blocks;
   if (work > 16384 && blocks < limits_of(context.device).multiprocessors) {
-    return "so few and large planes would leave most of the GPU idle";
+    return "with so few and so large planes, most of the GPU would be idle";
   }
   return {};
 }
@@ -536,7 +536,7 @@ std::string two_pass_yields(const TensorView& x) {
   // Measured: 133 against 112 us for half-precision planes of 95 x 95, 155 against 138 backward.
   const std::int64_t plane = x.sizes[2] * x.sizes[3] * size_of(x.dtype);
   if (is_channels_last(x) || plane % 16 == 0 || plane < 4096) return {};
-  return "general is faster where large planes do not start on 16-byte boundaries";
+  return "'general' is faster where large planes do not start on 16-byte boundaries";
 }
 
 std::string two_pass_declines(const Context& context, const SqueezeExciteForward& call) {
@@ -544,7 +544,7 @@ std::string two_pass_declines(const Context& context, const SqueezeExciteForward
 }
 
 std::string two_pass_declines(const Context& context, const SqueezeExciteBackward& call) {
-  if (!call.dx.defined()) return "no dx is wanted, so no image is needed twice";
+  if (!call.dx.defined()) return "dx is not needed, so no image is read twice";
   return declines(context, {&call.x, &call.dy, &call.dx}, call.w1.sizes[0]);
 }
 

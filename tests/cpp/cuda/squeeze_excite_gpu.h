@@ -4,12 +4,9 @@
 // loops in float64. Tests named Short* are small enough for compute-sanitizer and reach every
 // kernel between them.
 
-#include <algorithm>
 #include <functional>
-#include <memory>
 #include <set>
 #include <string>
-#include <vector>
 
 #include "cuda/device.h"
 #include "gpu.h"
@@ -21,7 +18,7 @@ class CudaSqueezeExcite : public NeedsGpu {};
 
 // Tensors on the GPU. ----------------------------------------------------------------------------
 
-using Tensors = std::vector<Tensor SqueezeExcite::*>;
+using Tensors = TensorsOnGpu<SqueezeExcite>::Members;
 
 inline const Tensors kAll = {
     &SqueezeExcite::x,      &SqueezeExcite::w1,    &SqueezeExcite::b1,  &SqueezeExcite::w2,
@@ -35,24 +32,9 @@ inline const Tensors kBackwardOutputs = {&SqueezeExcite::dx, &SqueezeExcite::dw1
                                          &SqueezeExcite::db1, &SqueezeExcite::dw2,
                                          &SqueezeExcite::db2};
 
-/// Every tensor of a call on the GPU, guards included. Outputs are poisoned first.
-class OnGpu {
+class OnGpu : public TensorsOnGpu<SqueezeExcite> {
  public:
-  OnGpu(SqueezeExcite& host, const Tensors& outputs) : host_(host) {
-    for (const auto member : outputs) {
-      if ((host.*member).defined()) (host.*member).poison();
-    }
-    for (const auto member : kAll) {
-      const std::vector<std::uint8_t>& bytes = (host.*member).memory();
-      void* memory = nullptr;
-      if (!bytes.empty()) {
-        check(cudaMalloc(&memory, bytes.size()));
-        check(cudaMemcpy(memory, bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
-      }
-      memory_.emplace_back(memory);
-    }
-    check(cudaDeviceSynchronize());
-  }
+  OnGpu(SqueezeExcite& host, const Tensors& outputs) : TensorsOnGpu(host, kAll, outputs) {}
 
   SqueezeExciteForward forward() const {
     SqueezeExciteForward call = host_.forward();
@@ -70,41 +52,6 @@ class OnGpu {
     }
     return call;
   }
-
-  /// Waits for the GPU and brings the outputs back. Nothing else may have changed.
-  void fetch(const Tensors& outputs) {
-    check(cudaDeviceSynchronize());
-    for (std::size_t i = 0; i < kAll.size(); ++i) {
-      std::vector<std::uint8_t>& bytes = (host_.*kAll[i]).memory();
-      if (bytes.empty()) continue;
-      std::vector<std::uint8_t> now(bytes.size());
-      check(cudaMemcpy(now.data(), memory_[i].get(), now.size(), cudaMemcpyDeviceToHost));
-      if (std::find(outputs.begin(), outputs.end(), kAll[i]) == outputs.end()) {
-        EXPECT_TRUE(now == bytes) << "tensor " << i << " is no output, and was written to";
-      }
-      bytes = std::move(now);
-    }
-  }
-
- private:
-  void move(TensorView& view) const {
-    if (!view.defined()) return;
-    for (std::size_t i = 0; i < kAll.size(); ++i) {
-      const Tensor& tensor = host_.*kAll[i];
-      if (!tensor.defined() || tensor.view().data != view.data) continue;
-      const auto offset = static_cast<const std::uint8_t*>(view.data) - tensor.memory().data();
-      view.data = static_cast<std::uint8_t*>(memory_[i].get()) + offset;
-      view.device = kGpu;
-      return;
-    }
-    throw std::logic_error("a tensor without a copy on the GPU");
-  }
-
-  struct Free {
-    void operator()(void* memory) const { static_cast<void>(cudaFree(memory)); }
-  };
-  SqueezeExcite& host_;
-  std::vector<std::unique_ptr<void, Free>> memory_;
 };
 
 // Running and comparing. -------------------------------------------------------------------------

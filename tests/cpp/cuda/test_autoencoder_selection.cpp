@@ -120,8 +120,8 @@ TEST(AutoencoderSelection, TheDefaultModelCanBeForcedOnEveryKernel) {
 TEST(AutoencoderSelection, ReasonsToDeclineHaveTheNumbers) {
   const std::string sizes = "it is for n_mels 64, latent 32 and slice_latent 64, not 40, 16 and 32";
   const std::string x =
-      "x must have rows at multiples of 16 bytes, but its first is 8 bytes behind one and they are "
-      "640 bytes apart";
+      "x's rows must start at multiples of 16 bytes, but the first starts 8 bytes after one and "
+      "the rows are 640 bytes apart";
   const cuda::AutoencoderSizes other{40, 40, 5, 16, 32}, six{40, 64, 6, 32, 64};
   for (const char* name : {"few_rows", "many_rows", "block16"}) {
     EXPECT_EQ(forward_declines(name, other, "f32", "out"), sizes) << name;
@@ -135,18 +135,18 @@ TEST(AutoencoderSelection, ReasonsToDeclineHaveTheNumbers) {
   EXPECT_EQ(forward_declines("block16", kDefault, "bf16", "out x+8"), "");
   EXPECT_EQ(backward_declines("block16", kDefault, "bf16", "dy dx gradients x+8"), x);
   EXPECT_EQ(forward_declines("few_rows", kDefault, "f32", "out weights+4"),
-            "encoder_weight must have rows at multiples of 16 bytes, but its first is 4 bytes "
-            "behind one and they are 256 bytes apart");
+            "encoder_weight's rows must start at multiples of 16 bytes, but the first starts 4 "
+            "bytes after one and the rows are 256 bytes apart");
   EXPECT_EQ(backward_declines("block16", kDefault, "f32", kAll, "L40S"),
-            "it takes 226944 bytes of shared memory, and a block has 101376");
+            "it needs 226944 bytes of shared memory, and a block has 101376");
   EXPECT_EQ(backward_declines("wgmma", kDefault, "bf16", kAll, "A100"),
             "it is built for sm_90a, and this GPU is sm_80");
   EXPECT_EQ(backward_declines("wgmma", kDefault, "f32", kAll),
-            "it multiplies TF32, float16 and bfloat16, and TF32 is not allowed for float32");
+            "it computes float32 in TF32, which is not allowed here");
   EXPECT_EQ(backward_declines("wgmma", kDefault, "bf16", "dz projection dx gradients"),
             "it does not take the latent's gradient");
   EXPECT_EQ(backward_declines("wgmma", kDefault, "bf16", "dy dx gradients"),
-            "it needs the projection that forward keeps");
+            "it needs the projection, which forward did not save");
 }
 
 /// Only 'general' takes sizes whose products exceed 32 bits.
@@ -171,14 +171,14 @@ TEST(AutoencoderSelection, ReasonsToYieldHaveTheNumbers) {
   EXPECT_EQ(forward("few_rows", {529, 64, 5, 32, 64}, "f32"),
             "tensor cores are faster for more than 528 rows");
   EXPECT_EQ(forward("many_rows", {4224, 64, 5, 32, 64}, "f32"),
-            "warps that share 16 rows are faster for up to 4224 rows");
+            "'block16' is faster for up to 4224 rows");
   EXPECT_EQ(
       reason(kernels::kBackwardKernels, "warps", {2112, 64, 9, 32, 64}, "bf16", kAll, "H200", true),
       "'general' is faster for more than 8 frames and up to 2112 rows");
   EXPECT_EQ(
       reason(kernels::kBackwardKernels, "wgmma", {4096, 64, 5, 32, 64}, "tf32", kAll, "H200", true),
-      "'block16' is faster for 4096 rows: its tiles of 16 rows go to 132 multiprocessors "
-      "more evenly than those of 128");
+      "'block16' is faster for 4096 rows: tiles of 16 rows spread over 132 multiprocessors "
+      "more evenly than tiles of 128");
 }
 
 TEST(AutoencoderSelection, SizesThatDoNotFitAnIntAreDeclined) {

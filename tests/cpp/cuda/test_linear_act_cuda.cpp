@@ -2,8 +2,6 @@
 // float64. Tests named Short* are small enough for compute-sanitizer and reach every kernel of ours
 // between them.
 
-#include <algorithm>
-#include <memory>
 #include <set>
 
 #include "fusewise/mlp.h"
@@ -20,7 +18,7 @@ class CudaLinearAct : public NeedsGpu {};
 
 // Tensors on the GPU. ----------------------------------------------------------------------------
 
-using Tensors = std::vector<Tensor LinearAct::*>;
+using Tensors = TensorsOnGpu<LinearAct>::Members;
 
 const Tensors kAll = {&LinearAct::x,  &LinearAct::w,    &LinearAct::b,
                       &LinearAct::y,  &LinearAct::kept, &LinearAct::dy,
@@ -28,72 +26,23 @@ const Tensors kAll = {&LinearAct::x,  &LinearAct::w,    &LinearAct::b,
 const Tensors kForwardOutputs = {&LinearAct::y, &LinearAct::kept};
 const Tensors kBackwardOutputs = {&LinearAct::dx, &LinearAct::dw, &LinearAct::db};
 
-/// Every tensor of a call on the GPU, guards included. Outputs are poisoned first.
-class OnGpu {
+class OnGpu : public TensorsOnGpu<LinearAct> {
  public:
-  OnGpu(LinearAct& host, const Tensors& outputs) : host_(host) {
-    for (const auto member : outputs) {
-      if ((host.*member).defined()) (host.*member).poison();
-    }
-    for (const auto member : kAll) {
-      const std::vector<std::uint8_t>& bytes = (host.*member).memory();
-      void* memory = nullptr;
-      if (!bytes.empty()) {
-        check(cudaMalloc(&memory, bytes.size()));
-        check(cudaMemcpy(memory, bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
-      }
-      memory_.emplace_back(memory);
-    }
-    check(cudaDeviceSynchronize());
-  }
+  OnGpu(LinearAct& host, const Tensors& outputs) : TensorsOnGpu(host, kAll, outputs) {}
 
-  TensorView view(Tensor LinearAct::* member) const {
-    const Tensor& tensor = host_.*member;
-    TensorView view = tensor.view();
-    if (!view.defined()) return view;
-    const auto place = std::find(kAll.begin(), kAll.end(), member) - kAll.begin();
-    const auto offset = static_cast<const std::uint8_t*>(view.data) - tensor.memory().data();
-    view.data = static_cast<std::uint8_t*>(memory_[place].get()) + offset;
-    view.device = kGpu;
-    return view;
-  }
   LinearActForward forward() const {
-    LinearActForward call;
-    call.x = view(&LinearAct::x), call.w = view(&LinearAct::w), call.b = view(&LinearAct::b);
-    call.y = view(&LinearAct::y), call.kept = view(&LinearAct::kept);
-    call.activation = host_.activation;
+    LinearActForward call = host_.forward();
+    for (TensorView* view : {&call.x, &call.w, &call.b, &call.y, &call.kept}) move(*view);
     return call;
   }
   LinearActBackward backward() const {
-    LinearActBackward call;
-    call.dy = view(&LinearAct::dy), call.x = view(&LinearAct::x), call.w = view(&LinearAct::w);
-    call.kept = view(&LinearAct::kept), call.dx = view(&LinearAct::dx);
-    call.dw = view(&LinearAct::dw), call.db = view(&LinearAct::db);
-    call.activation = host_.activation;
+    LinearActBackward call = host_.backward();
+    for (TensorView* view :
+         {&call.dy, &call.x, &call.w, &call.kept, &call.dx, &call.dw, &call.db}) {
+      move(*view);
+    }
     return call;
   }
-
-  /// Waits for the GPU and brings the outputs back. Nothing else may have changed.
-  void fetch(const Tensors& outputs) {
-    check(cudaDeviceSynchronize());
-    for (std::size_t i = 0; i < kAll.size(); ++i) {
-      std::vector<std::uint8_t>& bytes = (host_.*kAll[i]).memory();
-      if (bytes.empty()) continue;
-      std::vector<std::uint8_t> now(bytes.size());
-      check(cudaMemcpy(now.data(), memory_[i].get(), now.size(), cudaMemcpyDeviceToHost));
-      if (std::find(outputs.begin(), outputs.end(), kAll[i]) == outputs.end()) {
-        EXPECT_TRUE(now == bytes) << "tensor " << i << " is no output, and was written to";
-      }
-      bytes = std::move(now);
-    }
-  }
-
- private:
-  struct Free {
-    void operator()(void* memory) const { static_cast<void>(cudaFree(memory)); }
-  };
-  LinearAct& host_;
-  std::vector<std::unique_ptr<void, Free>> memory_;
 };
 
 // Running and comparing. -------------------------------------------------------------------------
@@ -455,7 +404,7 @@ TEST_F(CudaLinearAct, BadArgumentsAreNamed) {
   EXPECT_EQ(message(bad), "w: expected a tensor on cuda:0, got one on cpu");
   bad = gpu.forward();
   bad.x.strides = {10, 2};
-  EXPECT_EQ(message(bad), "x: expected adjacent rows or columns");
+  EXPECT_EQ(message(bad), "x: expected contiguous rows or columns, got strides [10, 2]");
   bad = gpu.forward();
   bad.activation = Activation::gelu;
   EXPECT_EQ(message(bad).substr(0, 5), "kept:");

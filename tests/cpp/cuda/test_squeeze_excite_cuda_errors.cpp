@@ -64,7 +64,7 @@ TEST_F(CudaSqueezeExcite, BadArgumentsOfForwardAreNamed) {
   expect_error(call, "y: is missing");
   call = good;
   call.gates = {};
-  expect_error(call, "pooled, hidden and gates: expected all or none");
+  expect_error(call, "pooled, hidden and gates: expected all of them or none");
   call = good;
   call.implementation = "fastest";
   expect_error(call, "implementation: there is none named 'fastest'");
@@ -112,7 +112,7 @@ TEST_F(CudaSqueezeExcite, WhoIsForcedAndDeclinesSaysWhy) {
   OnGpu gpu(wide, kForwardOutputs);
   SqueezeExciteForward call = gpu.forward();
   call.implementation = "two_pass";
-  expect_error(call, "implementation: none takes this call");
+  expect_error(call, "implementation: 'two_pass' cannot run this call; ");
   const Candidates list = explain(on_gpu(), gpu.forward());
   ASSERT_EQ(list.size(), 3u);
   EXPECT_EQ(list[0].name, "cluster");

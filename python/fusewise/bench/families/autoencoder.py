@@ -171,11 +171,11 @@ def _more_baselines(case: Case, workload: Workload, device: str) -> dict[str, Ca
     output = case.extra["output"]
     sizes = (*case.shape[1:], case.extra["latent"], case.extra["slice_latent"])
     usual = case.dtype_name == "float32" and sizes == (5, 64, 32, 64)
-    found: dict[str, Callable | str] = {GRAPHED: "train steps alone"}
+    found: dict[str, Callable | str] = {GRAPHED: "train steps only"}
     if output in LOSSES:
         found[GRAPHED] = workload.functions["fusewise"] if device == "cuda" else "GPU only"
     if not usual or output not in ("reconstruction", "mse_loss"):
-        found["compile"] = found[REDUCE_OVERHEAD] = "not for this"
+        found["compile"] = found[REDUCE_OVERHEAD] = "not for this case"
     elif device != "cuda":
         found[REDUCE_OVERHEAD] = "GPU only"
     else:

@@ -48,8 +48,8 @@ def build(case: Case, device: str, buffers: int) -> Workload:
             "fusewise": lambda x, w, b: fusewise.functional.linear_act(x, w, b, activation),
             "eager": eager,
             "naive": naive(case, device),
-            "addmm_activation": fused_forward if fused else "not for this",
-            "in-place": in_place if activation == "relu" else "not for this",
+            "addmm_activation": fused_forward if fused else "not for this activation",
+            "in-place": in_place if activation == "relu" else "not for this activation",
             PRODUCTS: lambda x, w, _: fusewise.functional.linear_act(x, w, None, "identity"),
         },
         forward_only=frozenset({"naive", "addmm_activation"}),
@@ -89,10 +89,10 @@ def naive(case: Case, device: str):
     if device != "cuda":
         return "GPU only"
     if case.dtype_name != "float32" or case.extra["activation"] != "relu":
-        return "relu in float32 alone"
+        return "only relu in float32"
     rows, inputs, outputs = case.shape
     if rows * inputs * outputs > _MOST_NAIVE:
-        return "too slow to wait for"
+        return "would take too long"
     return "not built" if naive_library(device) is None else naive_linear_relu
 
 
