@@ -35,6 +35,14 @@ __device__ __forceinline__ Four<T> load_four_if(bool inside, const T* p) {
   return four;
 }
 
+/// Four parameters, which all warps read: they stay in L1.
+template <typename T>
+__device__ __forceinline__ Four<T> load_parameters(const T* p) {
+  Four<T> four;
+  four.load_own(p);
+  return four;
+}
+
 /// The two rows of a tensor that a lane works on, with any number of columns. `vectors`: every
 /// group of four columns is aligned and none crosses the edge.
 template <typename T>
@@ -171,8 +179,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     const int column = 16 * b + 4 * (lane % 4);
-    const Four<float> weight = load_four(c.norm_weight + column);
-    const Four<float> bias = load_four(c.norm_bias + column);
+    const Four<float> weight = load_parameters(c.norm_weight + column);
+    const Four<float> bias = load_parameters(c.norm_bias + column);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -191,7 +199,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     Block results[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      const Four<In> four = load_four(bias + 16 * (o + j) + 4 * (lane % 4));
+      const Four<In> four = load_parameters(bias + 16 * (o + j) + 4 * (lane % 4));
       results[j].fill(make_float4(four[0], four[1], four[2], four[3]));
     }
     multiply_blocks<P, kTogether>(results, values, weights, 0, o, 0, kBlocks);
@@ -260,7 +268,7 @@ __global__ void __launch_bounds__(32 * kWarps, kFewestBlocks<P, kBlocks>)
   float sums[2] = {}, products[2] = {};
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    const Four<float> weight = load_four(c.norm_weight + 16 * b + 4 * (lane % 4));
+    const Four<float> weight = load_parameters(c.norm_weight + 16 * b + 4 * (lane % 4));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
