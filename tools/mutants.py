@@ -153,7 +153,8 @@ class Scratch:
         self._copy()
         define = ["-DFUSEWISE_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
         code, said = self._run(["cmake", "--preset", "dev", *define], BUILD_SECONDS)
-        for target in ("fusewise_torch", *["fusewise_tests"] * self.has_gtest()):
+        tests = ["fusewise_tests"] * self.has_gtest()
+        for target in ("fusewise_torch", "fusewise_naive_cpu", *tests):
             if code == 0:
                 code, said = self._make(target, cores)
         return "" if code == 0 else said
