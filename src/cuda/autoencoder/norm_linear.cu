@@ -3,6 +3,8 @@
 // before the first of them is used. The weights, some 10 to 100 KB, are read through L1 by every
 // warp. Bound by memory bandwidth, in float32 by the tensor cores.
 
+#include <stdexcept>
+
 #include "common/divide.h"
 #include "cuda/autoencoder/norm_linear.cuh"
 #include "cuda/autoencoder/warp_tile.cuh"
@@ -46,25 +48,14 @@ __device__ __forceinline__ Four<T> load_parameters(const T* p) {
 /// The two rows of a tensor that a lane works on, with any number of columns. `vectors`: every
 /// group of four columns is aligned and none crosses the edge.
 template <typename T>
-struct EdgedRows {
-  T* at[2];
-  bool real[2];
+struct EdgedRows : private RowPair<T> {
+  using RowPair<T>::at, RowPair<T>::real;
+  using Value = std::remove_const_t<T>;
   int columns;
   bool vectors;
 
-  using Value = std::remove_const_t<T>;
-
-  __device__ __forceinline__ EdgedRows(T* base, long long first_row, long long rows,
-                                       long long stride, int frame, int columns, bool vectors)
-      : columns(columns), vectors(vectors) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const long long row = first_row + threadIdx.x % 32 / 4 + 8 * r;
-      real[r] = row < rows;
-      // A row past the end is replaced by the last row.
-      at[r] = base + (real[r] ? row : rows - 1) * stride + static_cast<long long>(frame) * columns;
-    }
-  }
+  __device__ __forceinline__ EdgedRows(const RowPair<T>& rows, int columns, bool vectors)
+      : RowPair<T>(rows), columns(columns), vectors(vectors) {}
 
   /// Loads blocks from `first` on, in memory format. Columns past the edge become 0.
   template <int kCount>
@@ -122,13 +113,25 @@ constexpr int kFewestBlocks = P::kExact || kBlocks == 8 ? 2 : 3;
 
 /// A warp's 16 rows and frame.
 struct Unit {
-  long long first_row;
-  int frame;
+  long long rows, first_row;
+  int frames, frame;
 
-  __device__ __forceinline__ Unit(int frames) {
+  __device__ __forceinline__ Unit(long long rows, int frames) : rows(rows), frames(frames) {
     const long long unit = static_cast<long long>(blockIdx.x) * kWarps + warp_index();
     first_row = 16 * (unit / frames);
     frame = static_cast<int>(unit % frames);
+  }
+
+  template <typename T>
+  __device__ __forceinline__ EdgedRows<T> of(T* data, long long stride, int columns,
+                                             bool vectors) const {
+    return {RowPair<T>(data + static_cast<long long>(frame) * columns, first_row, rows, stride),
+            columns, vectors};
+  }
+  /// Of a tensor [rows, frames, columns].
+  template <typename T>
+  __device__ __forceinline__ EdgedRows<T> of(T* data, int columns, bool vectors) const {
+    return of(data, static_cast<long long>(frames) * columns, columns, vectors);
   }
 };
 std::int64_t blocks_of(std::int64_t rows, int frames) {
@@ -146,12 +149,11 @@ __global__ void __launch_bounds__(32 * kWarps)
   const NormLinear& c = a.call;
   wait_for_previous_kernel();
   allow_next_kernel();
-  const Unit unit(c.frames);
+  const Unit unit(c.rows, c.frames);
   if (unit.first_row >= c.rows) return;
   const int lane = threadIdx.x % 32;
 
-  const EdgedRows<const In> in(static_cast<const In*>(c.in), unit.first_row, c.rows, c.in_stride,
-                               unit.frame, c.inputs, a.in_vectors);
+  const auto in = unit.of(static_cast<const In*>(c.in), c.in_stride, c.inputs, a.in_vectors);
   Four<In> raw[kBlocks][2];
   in.fetch(raw, 0);
   Block values[kBlocks];
@@ -160,10 +162,6 @@ __global__ void __launch_bounds__(32 * kWarps)
   normalise(
       values, kBlocks, c.inputs,
       [&](int b, int i) { return 16 * b + 4 * (lane % 4) + i < c.inputs; }, inverse);
-  const auto rows_of = [&]<typename T>(T* data, int columns, bool vectors) {
-    return EdgedRows<T>(data, unit.first_row, c.rows, static_cast<long long>(c.frames) * columns,
-                        unit.frame, columns, vectors);
-  };
   if (c.inverse != nullptr && lane % 4 == 0) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -172,7 +170,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     }
   }
   if (c.normal != nullptr) {
-    const auto normal = rows_of(static_cast<In*>(c.normal), c.inputs, a.normal_vectors);
+    const auto normal = unit.of(static_cast<In*>(c.normal), c.inputs, a.normal_vectors);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) normal.store(values[b], b);
   }
@@ -188,9 +186,9 @@ __global__ void __launch_bounds__(32 * kWarps)
     }
   }
 
-  const auto before = rows_of(static_cast<In*>(c.before), c.outputs, a.before_vectors);
-  const auto after = rows_of(static_cast<Out*>(c.after), c.outputs, a.after_vectors);
-  const auto exact_after = rows_of(c.exact_after, c.outputs, a.exact_vectors);
+  const auto before = unit.of(static_cast<In*>(c.before), c.outputs, a.before_vectors);
+  const auto after = unit.of(static_cast<Out*>(c.after), c.outputs, a.after_vectors);
+  const auto exact_after = unit.of(c.exact_after, c.outputs, a.exact_vectors);
   using Source = Weights<P, false>;
   const Source weights{static_cast<const typename Source::Group*>(c.weights), nullptr};
   const In* bias = static_cast<const In*>(c.bias);
@@ -228,16 +226,12 @@ __global__ void __launch_bounds__(32 * kWarps, kFewestBlocks<P, kBlocks>)
   const NormLinearBackward& c = a.call;
   wait_for_previous_kernel();
   allow_next_kernel();
-  const Unit unit(c.frames);
+  const Unit unit(c.rows, c.frames);
   if (unit.first_row >= c.rows) return;
   const int lane = threadIdx.x % 32;
-  const auto rows_of = [&]<typename T>(T* data, int columns, bool vectors) {
-    return EdgedRows<T>(data, unit.first_row, c.rows, static_cast<long long>(c.frames) * columns,
-                        unit.frame, columns, vectors);
-  };
-  const auto d = rows_of(static_cast<const In*>(c.d), c.outputs, a.d_vectors);
-  const auto normal = rows_of(static_cast<const In*>(c.normal), c.inputs, a.normal_vectors);
-  const auto d_in = rows_of(static_cast<Out*>(c.d_in), c.inputs, a.d_in_vectors);
+  const auto d = unit.of(static_cast<const In*>(c.d), c.outputs, a.d_vectors);
+  const auto normal = unit.of(static_cast<const In*>(c.normal), c.inputs, a.normal_vectors);
+  const auto d_in = unit.of(static_cast<Out*>(c.d_in), c.inputs, a.d_in_vectors);
   float inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -320,6 +314,8 @@ void dispatch(const NormProducts& products, int inputs, Body&& body) {
     if (products.in == products.out) return with_blocks(In{});
     if constexpr (std::is_same_v<P, Tf32Products>) {
       products.out == DType::f16 ? with_blocks(__half{}) : with_blocks(__nv_bfloat16{});
+    } else {
+      throw std::logic_error("norm_linear: only TF32 products have results of another type");
     }
   });
 }
