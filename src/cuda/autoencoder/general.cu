@@ -25,6 +25,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostRowBytes = std::int64_t{128} << 20;  // scratch for a chunk of rows
 constexpr int kMostFusedSlices = 256;    // above this, multiplying the parameters takes too long
+constexpr int kMostVectors = 4096;       // above this, a block would add too many terms
 constexpr std::int64_t kRowsApart = 16;  // chunks start at multiples of this, to stay aligned
 
 // ---- kernels over rows
@@ -534,7 +535,7 @@ class GeneralPath {
   /// From sums_.decode to the gradients of the normalised basis and of the decoder's weights.
   void differentiate_decoder(bool unit, bool decoder) {
     if constexpr (std::is_same_v<A, float>) {
-      if (fused_) {
+      if (fused_ && vectors() <= kMostVectors) {
         return decoder_gradients(context_, s_, prepared_.unit, prepared_.decoder, sums_, unit,
                                  decoder);
       }

@@ -13,7 +13,7 @@ namespace fusewise::cuda::autoencoder {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr std::int64_t kMostParts = 16;  // blocks per basis vector: each reads all of it
+constexpr int kMostParts = 16;  // blocks per basis vector: each reads all of it
 
 /// A LayerNorm and the Linear that follows it, and where to write them.
 template <typename To, typename A>
@@ -51,37 +51,47 @@ __device__ void copy_row(const Copied<To, A>& c, int n, const Prepared<T, A>& pr
   }
 }
 
-/// Computes a part of latent l of `decode`. `inverse`: 1 / the basis vector's norm. kLanes lanes
-/// share a value, so that a warp reads whole sectors of the decoder's rows.
+/// The sum of term(k) for k = first, first + step, ... below count. Eight terms are in flight at
+/// once, without branches.
+template <typename Term>
+__device__ __forceinline__ auto sum_of_terms(int first, int count, int step, Term term) {
+  constexpr int kInFlight = 8;
+  decltype(term(0)) sum = 0;
+  for (int k = first; k < count; k += kInFlight * step) {
+    decltype(sum) terms[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) terms[i] = term(min(k + i * step, count - 1));
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) sum += k + i * step < count ? terms[i] : 0;
+  }
+  return sum;
+}
+
+/// Computes a frame of `decode`: `vector` is its index, `inverse` 1 / the basis vector's norm.
+/// kLanes lanes share a value, so that a warp reads whole sectors of the decoder's rows.
 template <typename W, typename T, typename A>
 __device__ void fold_decoder(const AutoencoderTensors<const void*>& p, const AutoencoderSizes& s,
-                             int l, int part, int parts, A inverse, const Prepared<T, A>& to) {
-  constexpr int kLanes = 8, kAtOnce = kThreads / kLanes;
-  const long long width = static_cast<long long>(s.frames) * s.n_mels;
-  const int lane = threadIdx.x % kLanes;
+                             long long vector, A inverse, const Prepared<T, A>& to) {
+  constexpr int kLanes = 8;
+  const long long basis = vector * s.slice_latent;
   // All lanes of a warp take part in each sum, so the loop ends for all of them together.
-  for (long long first = part * kAtOnce; first < width; first += parts * kAtOnce) {
-    const long long i = first + threadIdx.x / kLanes;
-    A sum = 0;
-    if (i < width) {
-      const long long basis =
-          (l * static_cast<long long>(s.frames) + i / s.n_mels) * s.slice_latent;
-      const long long decoder = i % s.n_mels * s.slice_latent;
-#pragma unroll 4
-      for (int k = lane; k < s.slice_latent; k += kLanes) {
-        sum += read<W>(p.basis, basis + k) * inverse * read<W>(p.decoder_weight, decoder + k);
-      }
-    }
+  for (int first = 0; first < s.n_mels; first += kThreads / kLanes) {
+    const int mel = first + threadIdx.x / kLanes;
+    const long long decoder = static_cast<long long>(min(mel, s.n_mels - 1)) * s.slice_latent;
+    A sum = sum_of_terms(threadIdx.x % kLanes, s.slice_latent, kLanes, [&](int k) {
+      return read<W>(p.basis, basis + k) * inverse * read<W>(p.decoder_weight, decoder + k);
+    });
     sum = warp_sum(sum, kLanes);
-    if (i >= width || lane > 0) continue;
-    to.decode[l * width + i] = sum;
+    if (mel >= s.n_mels || threadIdx.x % kLanes > 0) continue;
+    to.decode[vector * s.n_mels + mel] = sum;
     if constexpr (!std::is_same_v<T, A>) {
-      to.decode_of_rows[l * width + i] = from_accumulator<T>(sum);
+      to.decode_of_rows[vector * s.n_mels + mel] = from_accumulator<T>(sum);
     }
   }
 }
 
-/// `parts` blocks for each basis vector, and one block for each row of the other matrices.
+/// `parts` blocks for each basis vector, which share its frames, and one block for each row of the
+/// other matrices.
 template <typename W, typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<T, A> to,
@@ -102,13 +112,16 @@ __global__ void __launch_bounds__(kThreads)
     // Not max, which would discard NaN.
     const A inverse = norm < A(1e-12) ? A(1e12) : A(1) / norm;
     if (part == 0 && threadIdx.x == 0) to.inverse_norm[l] = inverse;
-    const long long stride = static_cast<long long>(parts) * blockDim.x;
-    for (long long k = part * blockDim.x + threadIdx.x; k < width; k += stride) {
-      const A value = read<W>(p.basis, begin + k) * inverse;
-      to.unit[begin + k] = value;
-      if constexpr (!std::is_same_v<T, A>) to.unit_of_rows[begin + k] = from_accumulator<T>(value);
+    for (int f = part; f < s.frames; f += parts) {
+      const long long vector = static_cast<long long>(l) * s.frames + f;
+      for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
+        const long long at = vector * s.slice_latent + k;
+        const A value = read<W>(p.basis, at) * inverse;
+        to.unit[at] = value;
+        if constexpr (!std::is_same_v<T, A>) to.unit_of_rows[at] = from_accumulator<T>(value);
+      }
+      if (to.packed && decodes) fold_decoder<W>(p, s, vector, inverse, to);
     }
-    if (to.packed && decodes) fold_decoder<W>(p, s, l, part, parts, inverse, to);
     return;
   }
   b -= s.latent * parts;
@@ -138,47 +151,42 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-constexpr int kColumns = 32;  // of the decoder's gradient, per block
+constexpr int kColumns = 32;  // of a gradient, per block
 
-/// First `parts` blocks for each basis vector, if wanted, then blocks of kColumns results for each
-/// mel.
+/// kColumns results of a row per block: first for each frame of the basis, if wanted, then for each
+/// mel. The threads of a column share its sum.
 __global__ void __launch_bounds__(kThreads)
     decoder_gradients_kernel(AutoencoderSizes s, const float* unit, const float* decoder,
-                             Sums<float> sums, int parts, int unit_blocks) {
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  const int m = s.n_mels, h = s.slice_latent;
-  int b = blockIdx.x;
-  if (b < unit_blocks) {
-    const long long width = static_cast<long long>(s.frames) * h, first = b / parts * s.frames;
-    for (long long i = b % parts * kThreads + threadIdx.x; i < width; i += parts * kThreads) {
-      const float* d = sums.decode + (first + i / h) * m;
-      float sum = 0;
-#pragma unroll 8
-      for (int k = 0; k < m; ++k) sum = fmaf(d[k], decoder[k * h + i % h], sum);
-      sums.unit[first * h + i] += sum;
-    }
-    return;
-  }
-  b -= unit_blocks;
+                             Sums<float> sums, int unit_blocks) {
   constexpr int kStrands = kThreads / kColumns;
   __shared__ float partial[kStrands][kColumns];
-  const int tiles = (h + kColumns - 1) / kColumns, mel = b / tiles;
-  const int lane = threadIdx.x % kColumns, strand = threadIdx.x / kColumns;
-  const int column = b % tiles * kColumns + lane;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const bool to_unit = static_cast<int>(blockIdx.x) < unit_blocks;
+  const int b = to_unit ? blockIdx.x : blockIdx.x - unit_blocks;
+  const int m = s.n_mels, h = s.slice_latent, tiles = (h + kColumns - 1) / kColumns;
+  const int row = b / tiles, column = b % tiles * kColumns + threadIdx.x % kColumns;
+  const int strand = threadIdx.x / kColumns;
   float sum = 0;
-  if (column < h) {
-    const long long vectors = static_cast<long long>(s.latent) * s.frames;
-#pragma unroll 8
-    for (long long v = strand; v < vectors; v += kStrands) {
-      sum = fmaf(sums.decode[v * m + mel], unit[v * h + column], sum);
-    }
+  if (column < h && to_unit) {
+    const float* d = sums.decode + static_cast<long long>(row) * m;
+    sum = sum_of_terms(strand, m, kStrands, [&](int k) { return d[k] * decoder[k * h + column]; });
+  } else if (column < h) {
+    sum = sum_of_terms(strand, s.latent * s.frames, kStrands, [&](int k) {
+      return sums.decode[static_cast<long long>(k) * m + row] *
+             unit[static_cast<long long>(k) * h + column];
+    });
   }
-  partial[strand][lane] = sum;
+  partial[strand][threadIdx.x % kColumns] = sum;
   __syncthreads();
   if (strand > 0 || column >= h) return;
-  for (int i = 1; i < kStrands; ++i) sum += partial[i][lane];
-  sums.decoder[static_cast<long long>(mel) * h + column] = sum;
+  for (int i = 1; i < kStrands; ++i) sum += partial[i][threadIdx.x];
+  const long long at = static_cast<long long>(row) * h + column;
+  if (to_unit) {
+    sums.unit[at] += sum;
+  } else {
+    sums.decoder[at] = sum;
+  }
 }
 
 template <typename W, typename A>
@@ -248,9 +256,7 @@ void prepare_parameters(const Context& context, const AutoencoderTensors<const v
                         bool decodes) {
   using A = Accumulator<T>;
   dispatch_parameters<A>(dtype, [&]<typename W>(W) {
-    const std::int64_t values =
-        std::int64_t{s.frames} * (to.packed ? std::max(s.n_mels, s.slice_latent) : s.slice_latent);
-    const int parts = static_cast<int>(std::min(divide_up(values, kThreads), kMostParts));
+    const int parts = std::min(s.frames, kMostParts);
     const std::int64_t blocks = std::int64_t{s.latent} * parts +
                                 padded_outputs(s.latent, to.packed) +
                                 padded_outputs(s.slice_latent, to.packed) + s.n_mels;
@@ -262,14 +268,12 @@ void prepare_parameters(const Context& context, const AutoencoderTensors<const v
 void decoder_gradients(const Context& context, const AutoencoderSizes& s, const float* unit,
                        const float* decoder, const Sums<float>& sums, bool to_unit,
                        bool to_decoder) {
-  const std::int64_t values = std::int64_t{s.frames} * s.slice_latent;
-  const int parts = static_cast<int>(std::min(divide_up(values, kThreads), kMostParts));
-  const int unit_blocks = to_unit ? s.latent * parts : 0;
-  const std::int64_t blocks =
-      unit_blocks + (to_decoder ? s.n_mels * divide_up(s.slice_latent, kColumns) : 0);
+  const std::int64_t tiles = divide_up(s.slice_latent, kColumns);
+  const std::int64_t unit_blocks = to_unit ? std::int64_t{s.latent} * s.frames * tiles : 0;
+  const std::int64_t blocks = unit_blocks + (to_decoder ? s.n_mels * tiles : 0);
   if (blocks == 0) return;
   launch_kernel({context, blocks, kThreads, 0, true}, "computing the decoder's gradients",
-                decoder_gradients_kernel, s, unit, decoder, sums, parts, unit_blocks);
+                decoder_gradients_kernel, s, unit, decoder, sums, static_cast<int>(unit_blocks));
 }
 
 template <typename A>
