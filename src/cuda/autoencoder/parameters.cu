@@ -68,21 +68,21 @@ __device__ __forceinline__ auto sum_of_terms(int first, int count, int step, Ter
 }
 
 /// Computes a frame of `decode`: `vector` is its index, `inverse` 1 / the basis vector's norm.
-/// kLanes lanes share a value, so that a warp reads whole sectors of the decoder's rows.
+/// `lanes` neighbouring lanes share a value. They read neighbouring weights of the decoder.
 template <typename W, typename T, typename A>
 __device__ void fold_decoder(const AutoencoderTensors<const void*>& p, const AutoencoderSizes& s,
-                             long long vector, A inverse, const Prepared<T, A>& to) {
-  constexpr int kLanes = 8;
+                             long long vector, A inverse, int lanes, const Prepared<T, A>& to) {
   const long long basis = vector * s.slice_latent;
+  const int lane = threadIdx.x % lanes;
   // All lanes of a warp take part in each sum, so the loop ends for all of them together.
-  for (int first = 0; first < s.n_mels; first += kThreads / kLanes) {
-    const int mel = first + threadIdx.x / kLanes;
+  for (int first = 0; first < s.n_mels; first += kThreads / lanes) {
+    const int mel = first + threadIdx.x / lanes;
     const long long decoder = static_cast<long long>(min(mel, s.n_mels - 1)) * s.slice_latent;
-    A sum = sum_of_terms(threadIdx.x % kLanes, s.slice_latent, kLanes, [&](int k) {
+    A sum = sum_of_terms(lane, s.slice_latent, lanes, [&](int k) {
       return read<W>(p.basis, basis + k) * inverse * read<W>(p.decoder_weight, decoder + k);
     });
-    sum = warp_sum(sum, kLanes);
-    if (mel >= s.n_mels || threadIdx.x % kLanes > 0) continue;
+    sum = warp_sum(sum, lanes);
+    if (mel >= s.n_mels || lane > 0) continue;
     to.decode[vector * s.n_mels + mel] = sum;
     if constexpr (!std::is_same_v<T, A>) {
       to.decode_of_rows[vector * s.n_mels + mel] = from_accumulator<T>(sum);
@@ -95,7 +95,7 @@ __device__ void fold_decoder(const AutoencoderTensors<const void*>& p, const Aut
 template <typename W, typename T, typename A>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<T, A> to,
-                   int parts, bool decodes) {
+                   int parts, int lanes, bool decodes) {
   wait_for_previous_kernel();
   allow_next_kernel();
   int b = blockIdx.x;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
         to.unit[at] = value;
         if constexpr (!std::is_same_v<T, A>) to.unit_of_rows[at] = from_accumulator<T>(value);
       }
-      if (to.packed && decodes) fold_decoder<W>(p, s, vector, inverse, to);
+      if (to.packed && decodes) fold_decoder<W>(p, s, vector, inverse, lanes, to);
     }
     return;
   }
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-constexpr int kColumns = 32;  // of a gradient, per block
+constexpr int kColumns = 8;  // of a gradient, per block: a sector
 
 /// kColumns results of a row per block: first for each frame of the basis, if wanted, then for each
 /// mel. The threads of a column share its sum.
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads)
     decoder_gradients_kernel(AutoencoderSizes s, const float* unit, const float* decoder,
                              Sums<float> sums, int unit_blocks) {
   constexpr int kStrands = kThreads / kColumns;
-  __shared__ float partial[kStrands][kColumns];
+  __shared__ float partial[kThreads / 32][kColumns];
   wait_for_previous_kernel();
   allow_next_kernel();
   const bool to_unit = static_cast<int>(blockIdx.x) < unit_blocks;
@@ -177,10 +177,13 @@ __global__ void __launch_bounds__(kThreads)
              unit[static_cast<long long>(k) * h + column];
     });
   }
-  partial[strand][threadIdx.x % kColumns] = sum;
+  for (int offset = 16; offset >= kColumns; offset /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  }
+  if (threadIdx.x % 32 < kColumns) partial[threadIdx.x / 32][threadIdx.x % 32] = sum;
   __syncthreads();
   if (strand > 0 || column >= h) return;
-  for (int i = 1; i < kStrands; ++i) sum += partial[i][threadIdx.x];
+  for (int i = 1; i < kThreads / 32; ++i) sum += partial[i][threadIdx.x];
   const long long at = static_cast<long long>(row) * h + column;
   if (to_unit) {
     sums.unit[at] += sum;
@@ -257,11 +260,13 @@ void prepare_parameters(const Context& context, const AutoencoderTensors<const v
   using A = Accumulator<T>;
   dispatch_parameters<A>(dtype, [&]<typename W>(W) {
     const int parts = std::min(s.frames, kMostParts);
+    int lanes = 1;  // so many that each adds eight terms, but a warp reads whole sectors
+    while (lanes < 8 && lanes * 8 < s.slice_latent) lanes *= 2;
     const std::int64_t blocks = std::int64_t{s.latent} * parts +
                                 padded_outputs(s.latent, to.packed) +
                                 padded_outputs(s.slice_latent, to.packed) + s.n_mels;
     launch_kernel({context, blocks, kThreads, 0, true}, "preparing the autoencoder's weights",
-                  prepare_kernel<W, T, A>, parameters, s, to, parts, decodes);
+                  prepare_kernel<W, T, A>, parameters, s, to, parts, lanes, decodes);
   });
 }
 

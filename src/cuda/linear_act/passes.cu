@@ -21,14 +21,11 @@ constexpr int kByte = 8;  // columns whose bits share a byte
 /// Blocks per SM for the kernels with vectors: limits their registers.
 constexpr int kBlocks = 4, kBlocksWithValues = 3;
 
-/// Columns per thread. With vectors they are adjacent: one vector, so that a warp accesses
-/// contiguous memory. A kernel that only reads z and writes bits has one byte of bits per thread,
-/// so that a warp writes a whole sector. Without vectors neighbouring threads have neighbouring
-/// columns.
+/// Adjacent columns per thread: one vector, so that a warp accesses contiguous memory. A kernel
+/// that only reads z and writes bits has one byte of bits per thread, so that a warp writes a whole
+/// sector.
 template <typename T, bool kVectors, bool kOnlyBits = false>
-constexpr int kColumns = !kVectors   ? 4
-                         : kOnlyBits ? kByte
-                                     : Vector<T>::kSize;
+constexpr int kColumns = kVectors && !kOnlyBits ? Vector<T>::kSize : kByte;
 
 /// Rows that a thread has in flight: 64 bytes.
 template <typename T, int kGroup>
@@ -40,8 +37,8 @@ constexpr int kWideShift = 5, kNarrowShift = 2;
 constexpr long long kFewRows = 512;
 
 /// A thread's columns of a row in memory format: vectors if addresses allow it, otherwise single
-/// elements `step` apart. Columns past the end repeat the first one: loads without branches are all
-/// in flight at once.
+/// elements with a stride. Columns past the end repeat the first one: loads without branches are
+/// all in flight at once.
 template <typename T, bool kVectors, int kGroup>
 struct Group {
   alignas(16) T values[kGroup];
@@ -53,7 +50,7 @@ struct Group {
     values[i] = from_accumulator<T>(value);
   }
 
-  __device__ __forceinline__ void load(const T* from, long long step, int count) {
+  __device__ __forceinline__ void load(const T* from, long long stride, int count) {
     if constexpr (kVectors) {
 #pragma unroll
       for (int i = 0; i < kGroup; i += Vector<T>::kSize) {
@@ -61,11 +58,11 @@ struct Group {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) values[i] = from[(i < count ? i : 0) * step];
+      for (int i = 0; i < kGroup; ++i) values[i] = from[(i < count ? i : 0) * stride];
     }
   }
 
-  __device__ __forceinline__ void store(T* to, int step, int count) const {
+  __device__ __forceinline__ void store(T* to, int count) const {
     if constexpr (kVectors) {
 #pragma unroll
       for (int i = 0; i < kGroup; i += Vector<T>::kSize) {
@@ -74,7 +71,7 @@ struct Group {
     } else {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        if (i < count) to[i * step] = values[i];
+        if (i < count) to[i] = values[i];
       }
     }
   }
@@ -87,24 +84,20 @@ struct ThreadTile {
   long long tile, index;  // of the block
   long long column, first_row, end_row;
   int lane, strand, strands;
-  int step;   // from one of this thread's columns to the next
   int count;  // columns of this thread that exist
 
   __device__ ThreadTile(long long rows, long long columns, long long chunk, unsigned tiles,
-                        int shift, int group, bool vectors) {
+                        int shift, int group) {
     const unsigned block = gridDim.x - 1 - blockIdx.x;
     lane = threadIdx.x & ((1 << shift) - 1);
     strand = threadIdx.x >> shift;
     strands = kThreads >> shift;
     index = block / tiles;
     tile = static_cast<long long>(block % tiles) * (group << shift);
-    step = vectors ? 1 : 1 << shift;
-    column = tile + (vectors ? lane * group : lane);
+    column = tile + lane * group;
     first_row = index * chunk + strand;
     end_row = min(rows, (index + 1) * chunk);
-    const long long left = columns - column;  // columns from this one on
-    const long long mine = vectors ? left : (left + step - 1) >> shift;
-    count = static_cast<int>(max(0ll, min(static_cast<long long>(group), mine)));
+    count = static_cast<int>(max(0ll, min(static_cast<long long>(group), columns - column)));
   }
 };
 
@@ -145,20 +138,6 @@ __device__ __forceinline__ Accumulator<T> apply_gradient(Activation kind, Accumu
   }
 }
 
-/// Writes the bits of a thread's adjacent columns.
-template <typename T, int kGroup>
-__device__ __forceinline__ void write_bits(const Group<T, true, kGroup>& values, long long column,
-                                           unsigned char* bits) {
-  unsigned open = 0;
-#pragma unroll
-  for (int j = 0; j < kGroup; ++j) open |= static_cast<unsigned>(!(values[j] <= 0)) << j;
-  if constexpr (kGroup < kByte) {  // two neighbours share a byte
-    static_assert(2 * kGroup == kByte);
-    open |= __shfl_xor_sync(3u << (threadIdx.x & 30), open, 1) << kGroup;
-  }
-  if (column % kByte == 0) bits[column / kByte] = static_cast<unsigned char>(open);
-}
-
 struct ActivationArguments {
   const void* z;
   void* y;
@@ -173,64 +152,43 @@ template <Activation kKind, typename T, bool kVectors, bool kOnlyBits>
 __global__ void __launch_bounds__(kThreads, kVectors ? kBlocks : 1)
     activate_rows(const ActivationArguments a) {
   constexpr int kGroup = kColumns<T, kVectors, kOnlyBits>, kRows = kDepth<T, kGroup>;
-  const ThreadTile mine(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup, kVectors);
-  if (kVectors && mine.count == 0) return;
-  const T* z = static_cast<const T*>(a.z) + (mine.count == 0 ? 0 : mine.column);
-  // Without vectors all lanes of a warp run the same iterations, because they share bytes of bits.
-  const long long first_row = mine.first_row - (kVectors ? 0 : mine.strand % (32 >> a.shift));
-  for (long long row = first_row; row < mine.end_row; row += kRows * mine.strands) {
-    const long long own_row = row + mine.first_row - first_row;
+  const ThreadTile mine(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup);
+  if (mine.count == 0) return;
+  const T* z = static_cast<const T*>(a.z) + mine.column;
+  for (long long row = mine.first_row; row < mine.end_row; row += kRows * mine.strands) {
     Group<T, kVectors, kGroup> values[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = min(own_row + i * mine.strands, mine.end_row - 1);
-      values[i].load(z + at * a.z_stride, mine.step, mine.count);
+      const long long at = min(row + i * mine.strands, mine.end_row - 1);
+      values[i].load(z + at * a.z_stride, 1, mine.count);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const long long at = own_row + i * mine.strands;
-      const bool real = at < mine.end_row;
-      if (kVectors && !real) break;
+      const long long at = row + i * mine.strands;
+      if (at >= mine.end_row) break;
       if (a.bits != nullptr) {
-        unsigned char* bits = a.bits + at * a.bit_stride;
-        if constexpr (kVectors) {
-          write_bits(values[i], mine.column, bits);
-        } else {
+        unsigned open = 0;
 #pragma unroll
-          for (int j = 0; j < kGroup; ++j) {
-            const bool exists = real && j < mine.count;
-            const unsigned open = __ballot_sync(0xffffffffu, exists && !(values[i][j] <= 0));
-            const long long column = mine.column + j * mine.step;
-            if (exists && column % kByte == 0) {
-              bits[column / kByte] = static_cast<unsigned char>(open >> (threadIdx.x & 24));
-            }
-          }
+        for (int j = 0; j < kGroup; ++j) {
+          open |= static_cast<unsigned>(j < mine.count && !(values[i][j] <= 0)) << j;
+        }
+        if constexpr (kGroup < kByte) {  // two neighbours share a byte
+          static_assert(2 * kGroup == kByte);
+          open |= __shfl_xor_sync(3u << (threadIdx.x & 30), open, 1) << kGroup;
+        }
+        if (mine.column % kByte == 0) {
+          a.bits[at * a.bit_stride + mine.column / kByte] = static_cast<unsigned char>(open);
         }
       }
       if constexpr (!kOnlyBits) {
-        if (!real) continue;
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) {
           values[i].set(j, apply<kKind, T, kVectors>(a.kind, values[i][j]));
         }
-        values[i].store(static_cast<T*>(a.y) + at * a.y_stride + mine.column, mine.step,
-                        mine.count);
+        values[i].store(static_cast<T*>(a.y) + at * a.y_stride + mine.column, mine.count);
       }
     }
   }
-}
-
-/// Bit j of the result belongs to column j of the thread.
-template <bool kVectors, int kGroup>
-__device__ __forceinline__ unsigned read_bits(const ThreadTile& mine, const unsigned char* bits) {
-  if constexpr (kVectors) return bits[mine.column / kByte] >> (mine.column % kByte);
-  unsigned open = 0;
-#pragma unroll
-  for (int j = 0; j < kGroup; ++j) {
-    const long long column = mine.column + (j < mine.count ? j : 0) * mine.step;
-    open |= (bits[column / kByte] >> (column % kByte) & 1u) << j;
-  }
-  return open;
 }
 
 /// What forward saved for backward.
@@ -255,10 +213,11 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
   constexpr int kGroup = kColumns<T, kVectors>, kRows = kDepth<T, kGroup>;
   __shared__ A parts[kThreads / 32][32 * kGroup];
   allow_next_kernel();
-  const ThreadTile mine(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup, kVectors);
+  const ThreadTile mine(a.rows, a.columns, a.chunk, a.tiles, a.shift, kGroup);
   const T* dy = static_cast<const T*>(a.dy) + mine.column * a.dy_step;
   const T* values = static_cast<const T*>(a.kept) + mine.column;
-  const auto* bits = static_cast<const unsigned char*>(a.kept);
+  const auto* bits = static_cast<const unsigned char*>(a.kept) + mine.column / kByte;
+  const int first_bit = static_cast<int>(mine.column % kByte);
   T* dz = static_cast<T*>(a.dz) + mine.column;
   A sums[kGroup] = {};
   const long long end_row = mine.count == 0 ? 0 : mine.end_row;
@@ -268,12 +227,10 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const long long at = min(row + i * mine.strands, end_row - 1);
-      gradients[i].load(dy + at * a.dy_stride, mine.step * a.dy_step, mine.count);
-      if constexpr (kKeeps == Keeps::bits) {
-        open[i] = read_bits<kVectors, kGroup>(mine, bits + at * a.kept_stride);
-      }
+      gradients[i].load(dy + at * a.dy_stride, a.dy_step, mine.count);
+      if constexpr (kKeeps == Keeps::bits) open[i] = bits[at * a.kept_stride] >> first_bit;
       if constexpr (kKeeps == Keeps::values) {
-        kept[i].load(values + at * a.kept_stride, mine.step, mine.count);
+        kept[i].load(values + at * a.kept_stride, 1, mine.count);
       }
     }
 #pragma unroll
@@ -291,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
         }
         sums[j] += gradients[i][j];  // rounded to T, as torch sums them
       }
-      if (a.dz != nullptr) gradients[i].store(dz + at * a.dz_stride, mine.step, mine.count);
+      if (a.dz != nullptr) gradients[i].store(dz + at * a.dz_stride, mine.count);
     }
   }
   if (a.sums == nullptr) return;
@@ -302,10 +259,7 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
   }
   if (threadIdx.x % 32 >> a.shift == 0) {
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      parts[threadIdx.x / 32][kVectors ? mine.lane * kGroup + j : mine.lane + j * mine.step] =
-          sums[j];
-    }
+    for (int j = 0; j < kGroup; ++j) parts[threadIdx.x / 32][mine.lane * kGroup + j] = sums[j];
   }
   __syncthreads();
   static_assert(kThreads >= 32 * kGroup, "a thread for each column of the widest block");
@@ -351,10 +305,9 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 /// As few groups of columns side by side as cover a row, so that few lanes are idle on narrow rows.
-/// But two threads with vectors, or eight without, share a byte of bits.
-int shift_for(std::int64_t columns, int group, bool vectors) {
+int shift_for(std::int64_t columns, int group) {
   int shift = kWideShift;
-  while (shift > (vectors ? 1 : 3) && group << (shift - 1) >= columns) --shift;
+  while (shift > 1 && group << (shift - 1) >= columns) --shift;  // two share a byte of bits
   return shift;
 }
 
@@ -365,9 +318,8 @@ struct Cut {
 
   /// Many small blocks balance best on the GPU: as many rows as a thread has in flight, or fewer if
   /// SMs would be idle otherwise.
-  Cut(const Context& context, std::int64_t rows, std::int64_t columns, int group, int depth,
-      bool vectors)
-      : shift(shift_for(columns, group, vectors)), tiles(divide_up(columns, group << shift)) {
+  Cut(const Context& context, std::int64_t rows, std::int64_t columns, int group, int depth)
+      : shift(shift_for(columns, group)), tiles(divide_up(columns, group << shift)) {
     const int all = limits_of(context.device).multiprocessors;
     do {
       chunk = depth * (kThreads >> shift);
@@ -381,7 +333,7 @@ struct Cut {
   static Cut for_sums(const Context& context, std::int64_t rows, std::int64_t columns, int group,
                       int depth, bool vectors) {
     const int all = limits_of(context.device).multiprocessors;
-    Cut cut(context, rows, columns, group, depth, vectors);
+    Cut cut(context, rows, columns, group, depth);
     if (rows <= kFewRows) {
       cut.shift = std::min(cut.shift, kNarrowShift);
       // Element by element a row takes long, so use one block per group of columns.
@@ -467,7 +419,7 @@ void activate(const Context& context, const ActivationPass& given) {
     const bool vectors = takes_vectors<T>(pass.z) && takes_vectors<T>(pass.y);
     const auto launch = [&]<Activation kKind, bool kVectors, bool kOnlyBits>() {
       constexpr int kGroup = kColumns<T, kVectors, kOnlyBits>;
-      const Cut cut(context, rows, columns, kGroup, kDepth<T, kGroup>, kVectors);
+      const Cut cut(context, rows, columns, kGroup, kDepth<T, kGroup>);
       arguments.chunk = cut.chunk;
       arguments.tiles = static_cast<unsigned>(cut.tiles);
       arguments.shift = cut.shift;
@@ -511,7 +463,7 @@ void differentiate(const Context& context, const GradientPass& pass) {
     dispatch<T>(pass.activation, vectors, [&]<Activation kKind, bool kVectors>() {
       constexpr int kGroup = kColumns<T, kVectors>, kRows = kDepth<T, kGroup>;
       const Cut cut = sums ? Cut::for_sums(context, rows, columns, kGroup, kRows, kVectors)
-                           : Cut(context, rows, columns, kGroup, kRows, kVectors);
+                           : Cut(context, rows, columns, kGroup, kRows);
       const bool only_chunk = cut.chunks == 1;
       const Scratch<A> partial(context, sums && !only_chunk ? cut.chunks * columns : 0);
       arguments.sums = sums && only_chunk ? pass.db.data : partial.data();
