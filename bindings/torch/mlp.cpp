@@ -126,21 +126,25 @@ std::tuple<Tensor, std::vector<Tensor>> mlp_forward(
   if (call.x.rank == 0) refuse_scalar(call.x, views[0], context.get().device);
 
   std::vector<Tensor> saved, kept;
-  Tensor y, scratch[2];  // outputs that are not saved alternate between these two
+  const std::size_t last = layers - 1;
+  const std::int64_t columns = rows_in(views[last].w);
+  const Tensor y = new_with_last(x, dtype, columns);
+  views[last].y = held_view("y", y, Layout::rows).view;
+  // Outputs that are not saved alternate between two places. One of them is y, if they fit there.
+  std::optional<Tensor> places[2];
+  if (widest[last % 2] <= columns) places[last % 2] = y;
   for (std::size_t i = 0; i < layers; ++i) {
     const std::int64_t n = rows_in(views[i].w);
-    if (save || i + 1 == layers) {
-      y = new_with_last(x, dtype, n);
-      views[i].y = held_view("y", y, Layout::rows).view;
-      if (i + 1 < layers) saved.push_back(y);
-    } else {
-      if (i < 2) scratch[i] = new_dense(x, dtype, {m * widest[i]});
-      const TensorView memory = view_of("y", scratch[i % 2]);
-      views[i].y = {memory.data, memory.dtype, memory.device, {m, n}};
+    if (save && i < last) {
+      saved.push_back(new_with_last(x, dtype, n));
+      views[i].y = held_view("y", saved.back(), Layout::rows).view;
+    } else if (i < last) {
+      std::optional<Tensor>& place = places[i % 2];
+      if (!place.has_value()) place = new_dense(x, dtype, {m * widest[i % 2]});
+      views[i].y = {place->mutable_data_ptr(), dtype, context.get().device, {m, n}};
     }
     if (save && is_kept(call, i, layers)) {
-      const bool last = i + 1 == layers;
-      kept.push_back(new_kept(x, last ? call.final_activation : call.activation, dtype, m, n));
+      kept.push_back(new_kept(x, i == last ? call.final_activation : call.activation, dtype, m, n));
       views[i].kept = held_view("kept", kept.back(), Layout::rows).view;
     }
   }

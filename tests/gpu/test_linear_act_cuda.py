@@ -362,6 +362,14 @@ def test_peak_memory_of_a_stack_is_not_above_eagers():
     assert training_peak(case, mlp) <= training_peak(case, eager_mlp)
 
 
+def test_inference_of_a_stack_needs_two_outputs_at_a_time():
+    case = make_mlp_case((16384,), (2048,) * 5, "cuda", DTYPES["bf16"], "relu")
+    with torch.no_grad():
+        inputs = [t.detach() for t in case.inputs]
+        used = peak(lambda: case.call(mlp, inputs))
+    assert used <= 2 * case.dy.nbytes + (32 << 20)  # beside them the vendor's workspace
+
+
 def test_memory_is_flat_over_many_calls(case):
     stack = make_mlp_case((64,), (96, 40, 24), "cuda", DTYPES["fp16"], case.activation)
 

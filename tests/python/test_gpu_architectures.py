@@ -44,6 +44,15 @@ def test_the_release_runs_on_every_supported_gpu():
     assert runs_on((13, 0), " ".join(built))
 
 
+def test_the_default_build_runs_on_newer_gpus():
+    """It has PTX of its newest architecture."""
+    if _library.CUDA_MISSING:
+        pytest.skip("built without CUDA")
+    built = _library.build_info()["architectures"].split()
+    newest = max(int(name.split("-")[0]) for name in built)
+    assert f"{newest}-virtual" in built
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """Pretends that CUDA is there, built for `architectures`, on a GPU of a capability."""

@@ -97,8 +97,9 @@ def test_host_overhead_and_where_only_a_graph_helps():
     results["rows"][0]["host"] = {"overhead_us": 18.0, "empty_us": 12.5}
     results["rows"][1]["host"] = {"overhead_us": 18.0, "empty_us": 9.5}
     results["rows"][2]["host"] = None
+    results["rows"][3]["host"] = {"overhead_us": -0.5, "empty_us": 9.5}
     table = tables.family_table(results, "squeeze_excite")
-    assert cells(table, "host µs")[:4] == ["-", "18 (90%)", "18 (90%)", "-"]
+    assert cells(table, "host µs")[:5] == ["-", "18 (90%)", "18 (90%)", "-", "0 (0%)"]
     assert cells(table, "empty µs")[:4] == ["-", "12.5 graph", "9.5", "-"]
     assert any("In 1 of 12 rows an empty operator" in line for line in report.remarks(results))
 
@@ -111,6 +112,18 @@ def test_a_row_that_failed_is_said():
     assert "NOT MEASURED: b4-48x190 forward: WRONG: y: off by 1" in report.remarks(results)
     assert cells(tables.family_table(results, "squeeze_excite"), "GPU µs")[1] == "FAILED"
     assert "FAILED" in report.markdown(results)
+
+
+def test_a_rival_that_is_wrong_is_said():
+    results = gpu_results()
+    assert not any("WRONG" in line for line in report.remarks(results))
+    for row in results["rows"][:2]:
+        row["contenders"]["eager"] = {"unavailable": "WRONG: y: off by 1"}
+        del row["against"]["eager"]
+    cases = "b4-48x190, b4-24x190"
+    said = f"WRONG, so without times: eager in 2 of 12 rows ({cases}). The first: y: off by 1"
+    assert said in report.remarks(results)
+    assert said in report.markdown(results)
 
 
 def test_no_empty_columns():

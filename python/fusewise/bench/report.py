@@ -29,11 +29,11 @@ LEGEND = (
     "95 % interval of the ratio contains 1. *slower*, in capitals: all of it is below 1. *of "
     "floor*: the floor as a share of our time; the floor is the time that the bytes which must "
     "move, or the operations, need at the rates measured here. *±*: half the distance between the "
-    "quartiles. *host µs*: wall time minus GPU time, and its share of the wall time. *empty µs*: "
-    "the wall time of an empty operator with as many tensors. *graph*: the empty operator takes "
-    "more than half of our wall time, so only a CUDA graph would help. Yardsticks do not count in "
-    "any verdict: *products* is the GEMMs alone, *layers* the same layers one by one, *graphed* "
-    "ours as one CUDA graph."
+    "quartiles. *host µs*: wall time minus GPU time, and its share of the wall time; 0 where the "
+    "GPU is never idle. *empty µs*: the wall time of an empty operator with as many tensors. "
+    "*graph*: the empty operator takes more than half of our wall time, so only a CUDA graph would "
+    "help. Yardsticks do not count in any verdict: *products* is the GEMMs alone, *layers* the "
+    "same layers one by one, *graphed* ours as one CUDA graph."
 )
 
 
@@ -128,6 +128,7 @@ def remarks(results: dict) -> list[str]:
     lines = busy_machine(results["environment"]) if results["device"] == "cpu" else []
     failed = [row for row in results["rows"] if "failed" in row]
     lines += [f"NOT MEASURED: {one_line(row)}" for row in failed]
+    lines += _wrong_rivals(results)
     if results["interrupted"]:
         lines.append("INTERRUPTED: only the rows that were finished before")
     if count := sum(map(verdict.only_a_graph_helps, results["rows"])):
@@ -135,6 +136,25 @@ def remarks(results: dict) -> list[str]:
             f"In {count} of {len(results['rows'])} rows an empty operator takes more than half of "
             "the wall time: only a CUDA graph would help there."
         )
+    return lines
+
+
+def _wrong_rivals(results: dict) -> list[str]:
+    """Baselines that broke the accuracy rule somewhere and therefore have no times there."""
+    lines = []
+    for name in results["baselines"]:
+        rows = [
+            row
+            for row in results["rows"]
+            if row.get("contenders", {}).get(name, {}).get("unavailable", "").startswith("WRONG")
+        ]
+        if rows:
+            reason = rows[0]["contenders"][name]["unavailable"].removeprefix("WRONG: ")
+            cases = ", ".join(dict.fromkeys(row["case"] for row in rows))
+            lines.append(
+                f"WRONG, so without times: {name} in {len(rows)} of {len(results['rows'])} rows "
+                f"({cases}). The first: {reason}"
+            )
     return lines
 
 

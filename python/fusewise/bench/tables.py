@@ -125,8 +125,9 @@ def _spread(row: dict, clock: str) -> str:
 def _host(row: dict) -> str:
     if not (host := row.get("host")):
         return "-"
-    share = host["overhead_us"] / median(row, "wall")
-    return f"{us_text(host['overhead_us'])} ({share:.0%})"
+    # The two clocks are measured one after the other, so their difference can be below 0.
+    overhead = max(0.0, host["overhead_us"])
+    return f"{us_text(overhead)} ({overhead / median(row, 'wall'):.0%})"
 
 
 def _empty(row: dict) -> str:

@@ -10,13 +10,14 @@
 
 #include "common/divide.h"
 #include "common/scratch.h"
-#include "cuda/autoencoder/finish.cuh"
 #include "cuda/autoencoder/gradients.cuh"
 #include "cuda/autoencoder/kernels.h"
 #include "cuda/autoencoder/norm_linear.cuh"
+#include "cuda/autoencoder/parameters.cuh"
 #include "cuda/gemm/product.h"
 #include "cuda/launch.cuh"
 #include "cuda/linear_act/passes.cuh"
+#include "cuda/reduce.cuh"
 
 namespace fusewise::cuda::autoencoder {
 namespace {
@@ -24,16 +25,10 @@ namespace {
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostRowBytes = std::int64_t{128} << 20;  // scratch for a chunk of rows
 constexpr int kMostFusedSlices = 256;    // above this, multiplying the parameters takes too long
-constexpr int kMostParts = 16;           // blocks per basis vector: each reads all of it
+constexpr int kMostVectors = 4096;       // above this, a block would add too many terms
 constexpr std::int64_t kRowsApart = 16;  // chunks start at multiples of this, to stay aligned
 
 // ---- kernels over rows
-
-/// A LayerNorm's weight and bias.
-template <typename A>
-struct Affine {
-  A *weight, *bias;
-};
 
 /// LayerNorm of `segments` segments of `columns` values each, one warp per segment. A row of `in`
 /// has `frames` segments. `normal`, unless null, is the result without weight and bias.
@@ -156,214 +151,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) score[row] = sum / A(width);
 }
 
-// ---- kernels over parameters
-
-/// Packed matrices are padded to blocks of 16.
-__host__ __device__ constexpr int padded(int size, bool packed) {
-  return packed ? (size + 15) / 16 * 16 : size;
-}
-
-/// The operands of the GEMMs. With fp16 or bf16 some exist twice: values computed from parameters
-/// alone, and the score, are rounded only once.
-template <typename T, typename A>
-struct Prepared {
-  Affine<A> norm, mid_norm;   ///< [M], [L]: padded with zeros to multiples of 16
-  T *encoder, *encoder_bias;  ///< [S, M], [S]
-  A *mid, *mid_bias;          ///< [L, L], [L]
-  bool packed;                ///< packed for norm_linear.cu; the same kernel computes `decode`
-  bool tf32;                  ///< packed float32 matrices are rounded to TF32
-  T* encoder_transposed;      ///< only if packed, and for backward
-  A* mid_transposed;
-  A* inverse_norm;          ///< [L], of the basis
-  A* unit;                  ///< [L, F S]: the basis, each vector normalised
-  A* decoder;               ///< [M, S]
-  A *decode, *decode_bias;  ///< [L, F M], [F M]: unit times decoder
-  T *unit_of_rows, *decode_of_rows, *decode_bias_of_rows;
-};
-
-/// A LayerNorm and the Linear that follows it, and where to write them.
-template <typename To, typename A>
-struct Copied {
-  const void *weight, *bias, *norm_weight, *norm_bias;
-  int outputs, inputs;
-  To *to, *transposed, *to_bias;
-  Affine<A> norm;
-};
-
-/// Copies row n, which may be padding.
-template <typename W, typename T, typename A, typename To>
-__device__ void copy_row(const Copied<To, A>& c, int n, const Prepared<T, A>& prepared) {
-  const bool real = n < c.outputs;
-  for (int k = threadIdx.x; k < padded(c.inputs, prepared.packed); k += blockDim.x) {
-    const long long at = static_cast<long long>(n) * c.inputs + k;
-    const A value = real && k < c.inputs ? read<W>(c.weight, at) : A(0);
-    if (!prepared.packed) {
-      c.to[at] = from_accumulator<To>(value);
-      continue;
-    }
-    if constexpr (!std::is_same_v<A, double>) {
-      const To weight = packed_value<To>(value, prepared.tf32);
-      c.to[register_position(n, k, (c.inputs + 15) / 16)] = weight;
-      if (c.transposed == nullptr) continue;
-      c.transposed[register_position(k, n, (c.outputs + 15) / 16)] = weight;
-    }
-  }
-  if (real && threadIdx.x == 0) c.to_bias[n] = from_accumulator<To>(read<W>(c.bias, n));
-  if (n > 0) return;
-  for (int k = threadIdx.x; k < padded(c.inputs, true); k += blockDim.x) {
-    c.norm.weight[k] = k < c.inputs ? read<W>(c.norm_weight, k) : A(0);
-    c.norm.bias[k] = k < c.inputs ? read<W>(c.norm_bias, k) : A(0);
-  }
-}
-
-/// Computes frame f of latent l of `decode`, one warp per mel. `inverse`: 1 / the basis vector's
-/// norm.
-template <typename W, typename T, typename A>
-__device__ void fold_decoder(const AutoencoderTensors<const void*>& p, const AutoencoderSizes& s,
-                             int l, int f, A inverse, const Prepared<T, A>& to) {
-  const long long vector = static_cast<long long>(l) * s.frames + f;
-  for (int m = threadIdx.x / 32; m < s.n_mels; m += blockDim.x / 32) {
-    A sum = 0;
-    for (int k = threadIdx.x % 32; k < s.slice_latent; k += 32) {
-      sum += read<W>(p.basis, vector * s.slice_latent + k) * inverse *
-             read<W>(p.decoder_weight, static_cast<long long>(m) * s.slice_latent + k);
-    }
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 > 0) continue;
-    to.decode[vector * s.n_mels + m] = sum;
-    if constexpr (!std::is_same_v<T, A>) {
-      to.decode_of_rows[vector * s.n_mels + m] = from_accumulator<T>(sum);
-    }
-  }
-}
-
-/// `parts` blocks for each basis vector, which share its frames, and one block for each row of the
-/// other matrices.
-template <typename W, typename T, typename A>
-__global__ void __launch_bounds__(kFinishThreads)
-    prepare_kernel(AutoencoderTensors<const void*> p, AutoencoderSizes s, Prepared<T, A> to,
-                   int parts, bool decodes) {
-  int b = blockIdx.x;
-  if (b < s.latent * parts) {
-    const int l = b / parts, part = b % parts;
-    const long long width = static_cast<long long>(s.frames) * s.slice_latent, begin = l * width;
-    A squares[1] = {};
-    for (long long k = threadIdx.x; k < width; k += blockDim.x) {
-      const A value = read<W>(p.basis, begin + k);
-      squares[0] += value * value;
-    }
-    block_totals<kFinishThreads>(squares);
-    const A norm = sqrt(squares[0]);
-    // Not max, which would discard NaN.
-    const A inverse = norm < A(1e-12) ? A(1e12) : A(1) / norm;
-    if (part == 0 && threadIdx.x == 0) to.inverse_norm[l] = inverse;
-    const long long stride = static_cast<long long>(parts) * blockDim.x;
-    for (long long k = part * blockDim.x + threadIdx.x; k < width; k += stride) {
-      const A value = read<W>(p.basis, begin + k) * inverse;
-      to.unit[begin + k] = value;
-      if constexpr (!std::is_same_v<T, A>) to.unit_of_rows[begin + k] = from_accumulator<T>(value);
-    }
-    if (!to.packed || !decodes) return;
-    for (int f = part; f < s.frames; f += parts) fold_decoder<W>(p, s, l, f, inverse, to);
-    return;
-  }
-  b -= s.latent * parts;
-  if (b < padded(s.latent, to.packed)) {
-    const Copied<A, A> mid{
-        p.mid_weight, p.mid_bias, p.mid_norm_weight, p.mid_norm_bias, s.latent,
-        s.latent,     to.mid,     to.mid_transposed, to.mid_bias,     to.mid_norm};
-    return copy_row<W>(mid, b, to);
-  }
-  b -= padded(s.latent, to.packed);
-  if (b < padded(s.slice_latent, to.packed)) {
-    const Copied<T, A> encoder{
-        p.encoder_weight, p.encoder_bias, p.norm_weight,         p.norm_bias,     s.slice_latent,
-        s.n_mels,         to.encoder,     to.encoder_transposed, to.encoder_bias, to.norm};
-    return copy_row<W>(encoder, b, to);
-  }
-  b -= padded(s.slice_latent, to.packed);
-  for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
-    const long long at = static_cast<long long>(b) * s.slice_latent + k;
-    to.decoder[at] = read<W>(p.decoder_weight, at);
-  }
-  for (int f = threadIdx.x; f < s.frames; f += blockDim.x) {
-    const long long at = static_cast<long long>(f) * s.n_mels + b;
-    const A value = read<W>(p.decoder_bias, b);
-    to.decode_bias[at] = value;
-    if constexpr (!std::is_same_v<T, A>) to.decode_bias_of_rows[at] = from_accumulator<T>(value);
-  }
-}
-
-/// The sums from which the parameters' gradients are computed. Biases have one sum per chunk of
-/// rows.
-template <typename A>
-struct Sums {
-  A *encode, *mid;  ///< [S, M], [L, L]: of d^T n
-  A* unit;          ///< [L, F S]: gradient of the normalised basis
-  A* decode;        ///< [L, F M]: of z^T dy
-  A* decoder;       ///< [M, S]: gradient of the decoder's weights
-  A* biases;        ///< [chunks, S + L + M]: of the encoder, the bottleneck, the decoder
-  std::int64_t chunks;
-};
-
-template <typename W, typename A>
-__global__ void __launch_bounds__(kFinishThreads)
-    parameter_gradients_kernel(AutoencoderTensors<const void*> p, AutoencoderTensors<void*> g,
-                               AutoencoderSizes s, const A* inverse_norm, Sums<A> sums,
-                               bool decodes) {
-  const auto bias = [&](int first) {
-    return [=](int n) {
-      A sum = 0;
-      for (long long i = 0; i < sums.chunks; ++i) {
-        sum += sums.biases[i * (s.slice_latent + s.latent + s.n_mels) + first + n];
-      }
-      return sum;
-    };
-  };
-  int b = blockIdx.x;
-  if (b < s.latent) {
-    if (g.basis == nullptr) return;
-    const long long width = static_cast<long long>(s.frames) * s.slice_latent, begin = b * width;
-    return finish_basis_vector<W>(p.basis, g.basis, begin, width, inverse_norm[b],
-                                  sums.unit + begin);
-  }
-  b -= s.latent;
-  if (b < s.latent) {
-    const NormedLinear mid{p.mid_norm_weight, p.mid_norm_bias, p.mid_weight, g.mid_norm_weight,
-                           g.mid_norm_bias,   g.mid_weight,    g.mid_bias};
-    if (!mid.wanted()) return;
-    return finish_linear<W>(mid, sums.mid, s.latent, bias(s.slice_latent), s.latent, s.latent, b);
-  }
-  b -= s.latent;
-  if (b < s.n_mels) {
-    const NormedLinear encoder{p.norm_weight, p.norm_bias,      p.encoder_weight, g.norm_weight,
-                               g.norm_bias,   g.encoder_weight, g.encoder_bias};
-    if (!encoder.wanted()) return;
-    return finish_linear<W>(encoder, sums.encode, s.n_mels, bias(0), s.slice_latent, s.n_mels, b);
-  }
-  b -= s.n_mels;
-  if (g.decoder_weight != nullptr) {
-    for (int k = threadIdx.x; k < s.slice_latent; k += blockDim.x) {
-      const long long at = static_cast<long long>(b) * s.slice_latent + k;
-      write<W>(g.decoder_weight, at, decodes ? sums.decoder[at] : A(0));
-    }
-  }
-  if (g.decoder_bias != nullptr && threadIdx.x == 0) {
-    write<W>(g.decoder_bias, b, decodes ? bias(s.slice_latent + s.latent)(b) : A(0));
-  }
-}
-
 // ---- processing chunks of rows
-
-/// Calls body(W) with the device type of the parameters, for data that is computed in A.
-template <typename A, typename Body>
-void dispatch_parameters(DType dtype, Body&& body) {
-  if constexpr (std::is_same_v<A, double>) {
-    body(double{});
-  } else {
-    dispatch_short_dtype(dtype, body);
-  }
-}
 
 /// Allocates aligned pieces of one memory block, suitable for vector loads and the vendor's GEMMs.
 /// Without a block it only counts the bytes.
@@ -432,13 +220,8 @@ class GeneralPath {
         chunk_(divide_up(divide_up(s_.rows, chunks_), kRowsApart) * kRowsApart),
         memory_(context, lay_out(call, nullptr)) {
     lay_out(call, memory_.data());
-    dispatch_parameters<A>(call.parameter_dtype, [&]<typename W>(W) {
-      const int parts = fused_ ? std::min(s_.frames, kMostParts) : 1;
-      const std::int64_t blocks = std::int64_t{s_.latent} * parts + padded(s_.latent, fused_) +
-                                  padded(s_.slice_latent, fused_) + s_.n_mels;
-      launch_kernel({context_, blocks, kFinishThreads}, "preparing the autoencoder's weights",
-                    prepare_kernel<W, T, A>, call.parameters, s_, prepared_, parts, decodes(call));
-    });
+    prepare_parameters<T>(context_, call.parameters, call.parameter_dtype, s_, prepared_,
+                          decodes(call));
     if (!decodes(call) || fused_) return;
     multiply(vectors(), s_.n_mels, s_.slice_latent, as_is(prepared_.unit, s_.slice_latent),
              transposed(prepared_.decoder, s_.slice_latent), prepared_.decode, kExact);
@@ -548,21 +331,10 @@ class GeneralPath {
   /// Called after the last chunk.
   void finish(const AutoencoderBackwardArguments& call) {
     const WantedSums wanted = wanted_sums(call);
-    const std::int64_t m = s_.n_mels, h = s_.slice_latent;
-    if (wanted.decode && wanted.project) {
-      multiply(vectors(), h, m, as_is(sums_.decode, m), as_is(prepared_.decoder, h), sums_.unit,
-               {.add = true, .exact = true});
+    if (wanted.decode) {
+      differentiate_decoder(wanted.project, call.gradients.decoder_weight != nullptr);
     }
-    if (wanted.decode && call.gradients.decoder_weight != nullptr) {
-      multiply(m, h, vectors(), transposed(sums_.decode, m), as_is(prepared_.unit, h),
-               sums_.decoder, kExact);
-    }
-    dispatch_parameters<A>(call.parameter_dtype, [&]<typename W>(W) {
-      launch_kernel({context_, 2 * (std::int64_t{s_.latent} + s_.n_mels), kFinishThreads},
-                    "computing the autoencoder's gradients", parameter_gradients_kernel<W, A>,
-                    call.parameters, call.gradients, s_, prepared_.inverse_norm, sums_,
-                    decodes(call));
-    });
+    parameter_gradients(context_, call, prepared_.inverse_norm, sums_, decodes(call));
   }
 
  private:
@@ -600,12 +372,14 @@ class GeneralPath {
   std::int64_t lay_out(const Call& call, char* memory) {
     Pieces pieces(memory);
     const std::int64_t m = s_.n_mels, l = s_.latent, h = s_.slice_latent;
-    const std::int64_t encoder = fused_ ? packed_weights(h, m) : h * m;
-    const std::int64_t mid = fused_ ? packed_weights(l, l) : l * l;
+    const std::int64_t slices = padded_outputs(s_.slice_latent, fused_);
+    const std::int64_t latents = padded_outputs(s_.latent, fused_);
+    const std::int64_t encoder = slices * padded_inputs(s_.n_mels, fused_);
+    const std::int64_t mid = latents * padded_inputs(s_.latent, fused_);
     prepared_.packed = fused_;
     prepared_.tf32 = tf32_;
     const auto affine = [&](int columns) -> Affine<A> {
-      const int wide = padded(columns, true);
+      const int wide = padded_inputs(columns, fused_);
       return {pieces.take<A>(wide), pieces.take<A>(wide)};
     };
     prepared_.norm = affine(s_.n_mels);
@@ -616,8 +390,8 @@ class GeneralPath {
       prepared_.encoder_transposed = pieces.take<T>(encoder);
       prepared_.mid_transposed = pieces.take<A>(mid);
     }
-    prepared_.encoder_bias = pieces.take<T>(h);
-    prepared_.mid_bias = pieces.take<A>(l);
+    prepared_.encoder_bias = pieces.take<T>(slices);
+    prepared_.mid_bias = pieces.take<A>(latents);
     prepared_.inverse_norm = pieces.take<A>(l);
     prepared_.unit = pieces.take<A>(l * hidden_);
     prepared_.decoder = pieces.take<A>(m * h);
@@ -756,6 +530,25 @@ class GeneralPath {
       decode(z, y_, rows);
     }
     return exact_y_;
+  }
+
+  /// From sums_.decode to the gradients of the normalised basis and of the decoder's weights.
+  void differentiate_decoder(bool unit, bool decoder) {
+    if constexpr (std::is_same_v<A, float>) {
+      if (fused_ && vectors() <= kMostVectors) {
+        return decoder_gradients(context_, s_, prepared_.unit, prepared_.decoder, sums_, unit,
+                                 decoder);
+      }
+    }
+    const std::int64_t m = s_.n_mels, h = s_.slice_latent;
+    if (unit) {
+      multiply(vectors(), h, m, as_is(sums_.decode, m), as_is(prepared_.decoder, h), sums_.unit,
+               {.add = true, .exact = true});
+    }
+    if (decoder) {
+      multiply(m, h, vectors(), transposed(sums_.decode, m), as_is(prepared_.unit, h),
+               sums_.decoder, kExact);
+    }
   }
 
   /// Returns the output's gradient: the incoming one, or y_.

@@ -18,9 +18,13 @@ struct NormProducts {
   bool tf32;  ///< only for float32
 };
 
-/// Elements of a packed weight matrix, padded to blocks of 16 by 16.
-inline std::int64_t packed_weights(std::int64_t outputs, std::int64_t inputs) {
-  return (outputs + 15) / 16 * ((inputs + 15) / 16) * 256;
+/// Blocks of 16 columns that the kernels compute for so many inputs and outputs. The packed weights
+/// are padded to them with zeros, so that no loop has to check.
+__host__ __device__ constexpr int norm_input_blocks(int inputs) {
+  return inputs <= 64 ? 4 : inputs <= 80 ? 5 : kMostNormColumns / 16;
+}
+__host__ __device__ constexpr int norm_output_blocks(int outputs) {
+  return (outputs + 31) / 32 * 2;
 }
 
 /// Rows of `frames` segments each. `in` has a row stride of `in_stride` elements; the other tensors
@@ -31,9 +35,9 @@ struct NormLinear {
   int frames, inputs, outputs;
   const void* in;  ///< [rows, frames, inputs]
   std::int64_t in_stride;
-  const float *norm_weight, *norm_bias;  ///< [inputs], padded with zeros to a multiple of 16
+  const float *norm_weight, *norm_bias;  ///< [inputs], padded with zeros to whole blocks
   const void* weights;                   ///< packed, of `in`'s type
-  const void* bias;                      ///< [outputs], of `in`'s type
+  const void* bias;                      ///< [outputs], of `in`'s type, padded likewise
   void* normal;        ///< [rows, frames, inputs], of `in`'s type: (in - mean) / deviation
   float* inverse;      ///< [rows, frames]: 1 / deviation
   void* before;        ///< [rows, frames, outputs], of `in`'s type: input of the GELU
@@ -49,7 +53,7 @@ struct NormLinearBackward {
   int frames, inputs, outputs;
   const void* d;             ///< [rows, frames, outputs], of `in`'s type
   const void* weights;       ///< the transposed matrix, packed
-  const float* norm_weight;  ///< [inputs], padded with zeros to a multiple of 16
+  const float* norm_weight;  ///< [inputs], padded with zeros to whole blocks
   const void* normal;        ///< [rows, frames, inputs], of `in`'s type: (in - mean) / deviation
   const float* inverse;
   void* d_in;  ///< [rows, frames, inputs], of `out`'s type

@@ -275,26 +275,32 @@ __global__ void __launch_bounds__(kThreads, !kVectors                 ? 1
   }
 }
 
-constexpr int kSumColumns = 32, kSumRows = 16;
+constexpr int kSumColumns = 8, kSumThreads = 512;
 
-/// db[column] = the sum of the chunks' sums, in a fixed order.
+/// db[column] = the sum of the chunks' sums, in a fixed order. A block has few columns, so that
+/// each thread adds few of up to 2000 chunks.
 template <typename T, typename A>
-__global__ void __launch_bounds__(kSumColumns* kSumRows)
+__global__ void __launch_bounds__(kSumThreads)
     sum_chunks(const A* partial, long long chunks, long long columns, T* db) {
-  __shared__ A parts[kSumRows][kSumColumns];
+  __shared__ A parts[kSumThreads / 32][kSumColumns];
   wait_for_previous_kernel();
   allow_next_kernel();
   const int lane = threadIdx.x % kSumColumns, strand = threadIdx.x / kSumColumns;
   const long long column = static_cast<long long>(blockIdx.x) * kSumColumns + lane;
   A sum = 0;
   if (column < columns) {
-#pragma unroll 4
-    for (long long i = strand; i < chunks; i += kSumRows) sum += partial[i * columns + column];
+#pragma unroll 8
+    for (long long i = strand; i < chunks; i += kSumThreads / kSumColumns) {
+      sum += partial[i * columns + column];
+    }
   }
-  parts[strand][lane] = sum;
+  for (int offset = 16; offset >= kSumColumns; offset /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  }
+  if (threadIdx.x % 32 < kSumColumns) parts[threadIdx.x / 32][lane] = sum;
   __syncthreads();
   if (strand != 0 || column >= columns) return;
-  for (int i = 1; i < kSumRows; ++i) sum += parts[i][lane];
+  for (int i = 1; i < kSumThreads / 32; ++i) sum += parts[i][lane];
   db[column] = from_accumulator<T>(sum);
 }
 
@@ -481,7 +487,7 @@ void differentiate(const Context& context, const GradientPass& pass) {
       }
       if (!sums || only_chunk) return;
       const auto add_up = [&]<typename Sum>(Sum) {
-        launch_kernel({context, divide_up(columns, kSumColumns), kSumColumns * kSumRows, 0, true},
+        launch_kernel({context, divide_up(columns, kSumColumns), kSumThreads, 0, true},
                       "summing up a bias gradient", sum_chunks<Sum, A>, partial.data(), cut.chunks,
                       columns, static_cast<Sum*>(pass.db.data));
       };
