@@ -68,7 +68,7 @@ def forced(case, forward="", backward=""):
 
 # By warpgroups, in TF32 and half precision.
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="wgmma needs a Hopper GPU")
-FORWARD = {"few_rows", "many_rows", "block16", "general"}
+FORWARD = {"few_rows", "many_rows", "block16", "any_size", "general"}
 BACKWARD = {"wgmma", "block16", "warps", "general"}
 
 
@@ -87,7 +87,7 @@ def test_default_sizes_in_every_implementation(dtypes, rows):
         if HOPPER:
             assert checked == (FORWARD | BACKWARD) - ({"wgmma"} if exact else set())
         else:
-            assert {"few_rows", "general"} <= checked
+            assert {"few_rows", "any_size", "general"} <= checked
 
 
 @pytest.mark.parametrize("output", ["reconstruction", "score"])

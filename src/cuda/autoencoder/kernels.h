@@ -21,6 +21,9 @@ void run_many_rows(const Context& context, const AutoencoderForwardArguments& ca
 void run_block16(const Context& context, const AutoencoderForwardArguments& call, int warps);
 void run_block16(const Context& context, const AutoencoderForwardArguments& call);
 
+/// any_size.cu: one to four rows per block, for any sizes. Reads the parameters unpacked.
+void run_any_size(const Context& context, const AutoencoderForwardArguments& call);
+
 /// general.cu: GEMMs of the vendor's library, for any sizes and types.
 void run_general(const Context& context, const AutoencoderForwardArguments& call);
 

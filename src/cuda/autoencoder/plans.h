@@ -29,6 +29,17 @@ inline std::int64_t exchange_bytes(int warps) {
   return std::int64_t{1024} * warps * DefaultShape::kLatents;
 }
 
+/// Rows of a block of any_size.cu: as few as keep every SM busy.
+inline int any_size_rows(int multiprocessors, const AutoencoderSizes& sizes) {
+  const std::int64_t all = multiprocessors;
+  return sizes.rows <= all ? 1 : sizes.rows <= 2 * all ? 2 : 4;
+}
+/// Shared memory of a block of any_size.cu.
+inline std::int64_t any_size_bytes(const AutoencoderSizes& s, int rows) {
+  const std::int64_t frames = std::int64_t{s.frames} * (s.n_mels + s.slice_latent);
+  return 4 * (rows * (frames + 2 * std::int64_t{s.latent}) + s.latent);
+}
+
 /// Columns of backward's tile in shared memory: the operands of the sums over rows.
 struct TileLayout {
   int outer;    ///< a frame of the output's gradient, later of the normalised input

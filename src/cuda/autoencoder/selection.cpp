@@ -166,6 +166,25 @@ std::string few_rows_yields(const DeviceLimits& limits, const Forward& call) {
   return "tensor cores are faster for more than " + text(most) + " rows";
 }
 
+std::string any_size_declines(const DeviceLimits& limits, const Forward& call) {
+  if (const std::string reason = float64_declines(limits, call); !reason.empty()) return reason;
+  return memory_declines(
+      limits, any_size_bytes(call.sizes, any_size_rows(limits.multiprocessors, call.sizes)));
+}
+/// Every block reads all parameters, so with many of them the GEMMs are faster.
+std::string any_size_yields(const DeviceLimits& limits, const Forward& call) {
+  constexpr std::int64_t kMostParameters = 100000;
+  const AutoencoderSizes& s = call.sizes;
+  const std::int64_t parameters =
+      std::int64_t{s.slice_latent} * (2 * s.n_mels + std::int64_t{s.latent} * s.frames);
+  if (parameters > kMostParameters) {
+    return "'general' is faster for more than " + text(kMostParameters) + " weights";
+  }
+  const std::int64_t most = std::int64_t{4} * limits.multiprocessors;
+  if (s.rows <= most) return {};
+  return "'general' is faster for more than " + text(most) + " rows";
+}
+
 std::string forward_block16_declines(const DeviceLimits& limits, const Forward& call) {
   return first_of<float64_declines<Forward>, sizes_decline<Forward>, rows_decline<0>,
                   basis_declines<Forward>, block16_memory_declines>(limits, call);
@@ -241,6 +260,7 @@ const Kernel<Forward> kForwardKernels[] = {
     {"few_rows", few_rows_declines, few_rows_yields, run_few_rows},
     {"many_rows", many_rows_declines, many_rows_yields, run_many_rows},
     {"block16", forward_block16_declines, nullptr, run_block16},
+    {"any_size", any_size_declines, any_size_yields, run_any_size},
     {"general", never_declines<Forward>, nullptr, run_general},
 };
 

@@ -22,7 +22,7 @@ struct Kernel {
 };
 
 /// In the order in which they are tried. The last one is the generic fallback.
-extern const Kernel<AutoencoderForwardArguments> kForwardKernels[4];
+extern const Kernel<AutoencoderForwardArguments> kForwardKernels[5];
 extern const Kernel<AutoencoderBackwardArguments> kBackwardKernels[4];
 
 /// The first kernel that neither declines nor yields.

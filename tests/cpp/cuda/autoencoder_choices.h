@@ -30,7 +30,7 @@ inline constexpr ChoiceCase kForwardChoices[] = {
     {"H200", 1, "f32", "out projection", "block16 4224, many_rows"},
     {"H200", 11, "tf32", "out projection", "block16 2112, many_rows"},
     {"H200", 12, "f32 tf32", "out projection", "many_rows"},
-    {"H200", 13, "f32 tf32", "out projection", "general"},
+    {"H200", 13, "f32 tf32", "out projection", "any_size 528, general"},
     {"H200", 27, "bf16", "out projection", "many_rows"},
     {"H200", 430, "bf16", "out projection", "general"},
     {"L40S", 4, "f32 tf32", "out projection", "many_rows"},

@@ -110,8 +110,9 @@ void expect_right(AutoencoderCase& call, int output, const Names& names) {
 constexpr Names kDefaultNames[] = {{"few_rows", "block16"},
                                    {"many_rows", "warps"},
                                    {"block16", "general"},
+                                   {"any_size", "block16"},
                                    {"general", "block16"}};
-constexpr Names kGeneral{"general", "general"};
+constexpr Names kGeneral{"general", "general"}, kAnySize{"any_size", "general"};
 
 TEST_F(CudaAutoencoder, ShortFloat32InEveryImplementation) {
   for (int output = 0; output < 3; ++output) {
@@ -121,8 +122,10 @@ TEST_F(CudaAutoencoder, ShortFloat32InEveryImplementation) {
     }
     for (const AutoencoderSizes& sizes : kOthers) {
       SCOPED_TRACE(std::to_string(sizes.n_mels) + " mels");
-      AutoencoderCase call = make_autoencoder(37, sizes, DType::f32, DType::f32);
-      expect_right(call, output, kGeneral);
+      for (const Names& names : {kGeneral, kAnySize}) {
+        AutoencoderCase call = make_autoencoder(37, sizes, DType::f32, DType::f32);
+        expect_right(call, output, names);
+      }
     }
   }
 }
@@ -163,8 +166,10 @@ TEST_F(CudaAutoencoder, ShortFloat64) {
 TEST_F(CudaAutoencoder, ShortLayouts) {
   for (const RowLayout layout : kRowLayouts) {
     SCOPED_TRACE("layout " + std::to_string(static_cast<int>(layout)));
-    AutoencoderCase call = make_autoencoder(19, kOdd, DType::f32, DType::f32, layout);
-    expect_right(call, 0, kGeneral);
+    for (const Names& names : {kGeneral, kAnySize}) {
+      AutoencoderCase call = make_autoencoder(19, kOdd, DType::f32, DType::f32, layout);
+      expect_right(call, 0, names);
+    }
   }
 }
 
@@ -179,10 +184,11 @@ TEST_F(CudaAutoencoder, NoRows) {
   }
 }
 
-/// The number of rows decides on how many of them a block of few_rows has, and on block16's warps.
+/// The number of rows decides on how many of them a block of few_rows and any_size has, and on
+/// block16's warps.
 TEST_F(CudaAutoencoder, SomeHundredRows) {
   for (int rows : {1, 200, 500, 2200}) {
-    for (const char* forward : {"few_rows", "block16"}) {
+    for (const char* forward : {"few_rows", "block16", "any_size"}) {
       for (int output = 0; output < 3; ++output) {
         SCOPED_TRACE(std::to_string(rows) + " rows");
         AutoencoderCase call = make_autoencoder(rows, kDefault, DType::f32, DType::f32);

@@ -64,7 +64,7 @@ TEST(AutoencoderSelection, BackwardChoosesTheListedKernels) {
   expect_all<Backward>(kBackwardChoices);
 }
 
-TEST(AutoencoderSelection, OtherSizesAreGeneral) {
+TEST(AutoencoderSelection, OtherSizesHaveKernelsForFewRowsAndForMany) {
   for (const char* kind : {"f32", "tf32", "bf16", "f64"}) {
     for (const int rows : {1, 600, 100000}) {
       for (const cuda::AutoencoderSizes& sizes : {cuda::AutoencoderSizes{rows, 63, 5, 32, 64},
@@ -72,7 +72,9 @@ TEST(AutoencoderSelection, OtherSizesAreGeneral) {
                                                   {rows, 64, 5, 33, 64},
                                                   {rows, 64, 5, 32, 65},
                                                   {rows, 7, 2, 48, 2}}) {
-        EXPECT_EQ(chosen<Forward>("H200", sizes, kind, "out projection"), "general");
+        const bool few = rows == 1 && std::string("f64") != kind;
+        EXPECT_EQ(chosen<Forward>("H200", sizes, kind, "out projection"),
+                  few ? "any_size" : "general");
         EXPECT_EQ(chosen<Backward>("H200", sizes, kind, kAll), "general");
       }
     }
@@ -170,6 +172,10 @@ TEST(AutoencoderSelection, ReasonsToYieldHaveTheNumbers) {
   };
   EXPECT_EQ(forward("few_rows", {529, 64, 5, 32, 64}, "f32"),
             "tensor cores are faster for more than 528 rows");
+  EXPECT_EQ(forward("any_size", {529, 40, 5, 32, 64}, "f32"),
+            "'general' is faster for more than 528 rows");
+  EXPECT_EQ(forward("any_size", {8, 128, 8, 128, 256}, "f32"),
+            "'general' is faster for more than 100000 weights");
   EXPECT_EQ(forward("many_rows", {4224, 64, 5, 32, 64}, "f32"),
             "'block16' is faster for up to 4224 rows");
   EXPECT_EQ(
