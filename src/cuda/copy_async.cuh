@@ -70,6 +70,24 @@ __device__ __forceinline__ void copy_float(float* shared, const float* global) {
                : "memory");
 }
 
+/// This thread copies the first `real` bytes of a word, at most 4, and writes zeros behind them.
+__device__ __forceinline__ void copy_word(void* shared, const void* global, int real) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(real)
+               : "memory");
+}
+
+/// Makes the copies that this thread has started since the last call a group.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/// Waits until all groups of this thread but the last kGroups have landed.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 /// Waits until all copies of this thread have landed. They are then visible to this thread only.
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");

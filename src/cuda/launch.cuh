@@ -22,6 +22,8 @@ struct Launch {
   bool overlaps_previous = false;
   /// Blocks per cluster (Hopper and newer). `blocks` is a multiple of it.
   int cluster = 1;
+  /// All blocks run at once, or the launch fails. They may meet at a barrier of the whole grid.
+  bool cooperative = false;
 };
 
 /// Allows a kernel to use all shared memory of a block and the largest clusters. Done once per
@@ -35,7 +37,7 @@ void launch_kernel(const Launch& launch, const char* what, void (*kernel)(Parame
   check(launch.blocks < (std::int64_t{1} << 31), what, ": the problem is too large for one launch");
   const DeviceLimits& limits = limits_of(launch.context.device);
   allow_all(reinterpret_cast<const void*>(kernel), launch.context.device);
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[3]{};
   unsigned count = 0;
   if (launch.overlaps_previous && limits.capability >= 90) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -44,6 +46,10 @@ void launch_kernel(const Launch& launch, const char* what, void (*kernel)(Parame
   if (launch.cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+  }
+  if (launch.cooperative) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(launch.blocks));

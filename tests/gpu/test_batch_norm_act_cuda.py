@@ -16,7 +16,6 @@ from fusewise.bench.cases import select
 from fusewise.functional import batch_norm_act
 from fusewise.nn import BatchNormAct2d
 from gpu_helpers import (
-    HOPPER,
     allocated,
     check_all_but_general_decline,
     check_graph,
@@ -70,7 +69,7 @@ def test_fast_implementations(layout, dtypes, activation):
             )
             checked = case.check_every_implementation()
             assert {"general", "two_pass"} <= checked
-            assert "cluster" in checked or layout == "nchw" or not HOPPER
+            assert ("resident" in checked) == (layout == "channels_last")
 
 
 @pytest.mark.parametrize("size", [14, 7])
@@ -79,10 +78,8 @@ def test_planes_that_are_not_a_multiple_of_16_bytes(size):
     assert case.check_every_implementation() == {"general"}
 
 
-@pytest.mark.parametrize("name", ["cluster", "two_pass", "general"])
+@pytest.mark.parametrize("name", ["resident", "two_pass", "general"])
 def test_a_forced_implementation_is_the_one_that_runs(name):
-    if name == "cluster" and not HOPPER:
-        pytest.skip("clusters need compute capability 9.0")
     case = make_case((16, 64, 14, 14), "cuda", DTYPES["fp16"], "channels_last")
     with fusewise.implementation(batch_norm_act=name, batch_norm_act_backward=name):
         x = case.x.detach().requires_grad_()
@@ -94,7 +91,7 @@ def test_a_forced_implementation_is_the_one_that_runs(name):
             case.results()
     kernels = {event.key for event in profile.key_averages()}
     expected = {
-        "cluster": ("forward_kernel", "backward_kernel"),
+        "resident": ("forward_kernel", "backward_kernel"),
         "two_pass": ("gradient_sums_kernel", "normalize_kernel"),
         "general": ("gradient_sums_kernel", "normalize_kernel"),
     }[name]
@@ -102,24 +99,20 @@ def test_a_forced_implementation_is_the_one_that_runs(name):
         assert any(kernel in key for key in kernels), f"{kernel} did not run: {kernels}"
 
 
-@pytest.mark.parametrize("name", ["cluster", "two_pass", "general"])
+@pytest.mark.parametrize("name", ["resident", "two_pass", "general"])
 def test_every_implementation_counts_the_updates_of_each_stream(name):
-    if name == "cluster" and not HOPPER:
-        pytest.skip("clusters need compute capability 9.0")
     x = torch.randn(3, 40, 4, 4, 16, device="cuda").movedim(-1, 2)
     mean, var = torch.zeros(3, 16, device="cuda"), torch.ones(3, 16, device="cuda")
     counters = torch.tensor([5, 6, 7], device="cuda")
     blanked = torch.zeros(3, 40, dtype=torch.bool, device="cuda")
     blanked[0, :39] = True
     blanked[1] = True
-    # The cluster kernels do not take momentum=None.
-    momentum = 0.5 if name == "cluster" else None
     with fusewise.implementation(batch_norm_act=name):
-        options = {"num_batches_tracked": counters, "momentum": momentum, "blanked": blanked}
+        options = {"num_batches_tracked": counters, "momentum": None, "blanked": blanked}
         batch_norm_act(x, mean, var, training=True, **options)
     assert counters.tolist() == [6, 6, 8]
     for s, present in ((0, x[0, 39:]), (2, x[2])):
-        factor = momentum or 1 / counters[s].item()
+        factor = 1 / counters[s].item()
         torch.testing.assert_close(mean[s], factor * present.mean((0, 2, 3)))
     assert (mean[1] == 0).all() and (var[1] == 1).all()
 

@@ -1,9 +1,9 @@
 // The CUDA implementations of BatchNorm + activation, fastest first.
 
 #include "common/operators.h"
-#include "cuda/batch_norm/cluster.cuh"
 #include "cuda/batch_norm/general.cuh"
 #include "cuda/batch_norm/pool.cuh"
+#include "cuda/batch_norm/resident.cuh"
 #include "cuda/batch_norm/two_pass.cuh"
 
 namespace fusewise::cuda {
@@ -11,8 +11,7 @@ namespace {
 
 template <typename Call>
 constexpr Implementation<Call> kList[] = {
-    {"cluster", cluster_declines, cluster_run,
-     [](const Context&, const Call& call) { return cluster_yields(call.x); }},
+    {"resident", resident_declines, resident_run},
     {"two_pass", two_pass_declines, two_pass_run},
     {"general", [](const Context&, const Call&) { return std::string(); }, general_run}};
 

@@ -20,6 +20,13 @@ struct Packed {
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "l"(address));
   }
+  __device__ __forceinline__ void load_shared(const void* address) {
+    const uint4 bits = *static_cast<const uint4*>(address);
+    words[0] = bits.x;
+    words[1] = bits.y;
+    words[2] = bits.z;
+    words[3] = bits.w;
+  }
   /// `streaming`: evicted from L2 first.
   __device__ __forceinline__ void store(T* address, bool streaming) const {
     const uint4 bits = make_uint4(words[0], words[1], words[2], words[3]);

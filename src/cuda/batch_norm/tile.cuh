@@ -93,15 +93,15 @@ struct Tile {
            cut.blanked[static_cast<Index>(stream) * cut.samples + cut.sample_units.quotient(unit)];
   }
   /// The first unit from `unit` on that is not blanked, or `end`.
-  __device__ unsigned next_present(unsigned unit) const {
+  __device__ unsigned next_present(unsigned unit, unsigned end) const {
     while (unit < end && is_blank(unit)) {
       const Index next = (cut.sample_units.quotient(unit) + 1) * cut.sample_units.value();
       unit = static_cast<unsigned>(min(next, static_cast<Index>(end)));
     }
     return unit;
   }
-  /// Values per channel of this slab that are not blanked. For a whole warp.
-  __device__ double count() const {
+  /// Values per channel of these units of the stream that are not blanked. For a whole warp.
+  __device__ double count(unsigned begin, unsigned end) const {
     Index present = 0;
     if (cut.blanked == nullptr) {
       present = end - begin;
@@ -162,6 +162,22 @@ struct Table {
                      : "memory");
       }
     }
+  }
+};
+
+/// The first rows of a table in registers, for kernels that have enough of them.
+template <typename T, int kRows>
+struct Held {
+  static constexpr int kVector = Vector<T>::kSize;
+  float rows[kRows][kVector];
+
+  __device__ __forceinline__ Held(const Table<T, false>& table, int lane) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) table.get(row, lane, rows[row]);
+  }
+  __device__ __forceinline__ void get(int row, int, float (&values)[kVector]) const {
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) values[k] = rows[row][k];
   }
 };
 

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   load(0);
   const Table<T, kPlanar> shifts{shared, tile.lanes};
   float* const rows = shared + table_floats(1, tile.width);
-  fill_shifts(tile, x, shifts);
+  fill_shifts(tile, x, shifts, tile.begin, tile.end);
   __syncthreads();
   float sum[kVector] = {}, squares[kVector] = {};
   for (int step = 0; step < tile.steps; step += kBatch) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       add_moments(batch[j], shift, sum, squares);
     }
   }
-  const double count = tile.count();
+  const double count = tile.count(tile.begin, tile.end);
   if (tile.first == 0 && threadIdx.x == 0) {
     parts.counts[static_cast<Index>(tile.stream) * cut.slabs + tile.slab] = count;
   }
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       add_gradients(a, table, tile.lane, batch[j], sum, products);
     }
   }
-  const double count = tile.count();
+  const double count = tile.count(tile.begin, tile.end);
   if (tile.first == 0 && threadIdx.x == 0) {
     parts.counts[static_cast<Index>(tile.stream) * cut.slabs + tile.slab] = count;
   }

@@ -11,11 +11,13 @@ namespace fusewise::cuda {
 // ---- Forward.
 
 /// A value near the mean of each channel of a block, so that the squares of the differences from it
-/// do not cancel: of four values across the slab, the mean without the largest and the smallest.
-/// One unusual value, as from the border of an image, does not move it far.
+/// do not cancel: of four values across the units from `begin` to `end`, the mean without the
+/// largest and the smallest. One unusual value, as from the border of an image, does not move it
+/// far.
 template <typename T, bool kPlanar>
 __device__ __forceinline__ void fill_shifts(const Tile<T, kPlanar>& tile, const T* x,
-                                            const Table<T, kPlanar>& shifts) {
+                                            const Table<T, kPlanar>& shifts, unsigned begin,
+                                            unsigned end) {
   constexpr int kVector = Vector<T>::kSize;
   if (threadIdx.x >= tile.lanes) return;
   // Uneven, so that they are not the same pixel of several images.
@@ -23,10 +25,10 @@ __device__ __forceinline__ void fill_shifts(const Tile<T, kPlanar>& tile, const 
   Vector<T> few[4] = {};  // 0 if all is blanked
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // all in flight at once
-    const Index size = tile.end - tile.begin;
-    unsigned unit = tile.next_present(tile.begin + static_cast<unsigned>(size * kParts[i] / 32));
-    if (unit == tile.end) unit = tile.next_present(tile.begin);
-    if (unit < tile.end) few[i] = load_vector(x + tile.offset(unit));
+    const Index size = end - begin;
+    unsigned unit = tile.next_present(begin + static_cast<unsigned>(size * kParts[i] / 32), end);
+    if (unit == end) unit = tile.next_present(begin, end);
+    if (unit < end) few[i] = load_vector(x + tile.offset(unit));
   }
   const auto middle = [](float a, float b, float c, float d) {
     const float low = fmaxf(fminf(a, b), fminf(c, d)), high = fminf(fmaxf(a, b), fmaxf(c, d));
@@ -73,12 +75,12 @@ struct NormalizeArguments {
   bool streaming;  // y does not stay in L2
 };
 
-/// Computes and stores y and the bits of a unit.
-template <bool kResidual, typename T, bool kPlanar>
+/// Computes and stores y and the bits of a unit. `table`: a Table or Held.
+template <bool kResidual, typename T, bool kPlanar, typename Values>
 __device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
-                                                 const Tile<T, kPlanar>& tile,
-                                                 const Table<T, kPlanar>& table, unsigned unit,
-                                                 const Packed<T>& x, const Packed<T>& residual) {
+                                                 const Tile<T, kPlanar>& tile, const Values& table,
+                                                 unsigned unit, const Packed<T>& x,
+                                                 const Packed<T>& residual) {
   constexpr int kVector = Vector<T>::kSize;
   const Index at = tile.offset(unit);
   float v[kVector], mean[kVector], scale[kVector], shift[kVector];
@@ -142,10 +144,10 @@ struct GradientVectors {
   }
 
   /// dv, and x without its mean.
-  template <bool kPlanar>
-  __device__ __forceinline__ void gradient(const GradientArguments& a,
-                                           const Table<T, kPlanar>& table, int lane,
-                                           float (&d)[kVector], float (&centred)[kVector]) const {
+  template <typename Values>
+  __device__ __forceinline__ void gradient(const GradientArguments& a, const Values& table,
+                                           int lane, float (&d)[kVector],
+                                           float (&centred)[kVector]) const {
     float mean[kVector];
     dy.unpack(d);
     x.unpack(centred);
@@ -180,9 +182,9 @@ __device__ __forceinline__ float fill_saved(const Tile<T, kPlanar>& tile,
 }
 
 /// Adds dv and dv * (x - mean) of a vector.
-template <typename T, bool kPlanar, bool kResidual, int kVector>
-__device__ __forceinline__ void add_gradients(const GradientArguments& a,
-                                              const Table<T, kPlanar>& table, int lane,
+template <typename T, bool kResidual, int kVector, typename Values>
+__device__ __forceinline__ void add_gradients(const GradientArguments& a, const Values& table,
+                                              int lane,
                                               const GradientVectors<T, kResidual>& vectors,
                                               float (&sum)[kVector], float (&products)[kVector]) {
   float d[kVector], centred[kVector];
@@ -195,10 +197,10 @@ __device__ __forceinline__ void add_gradients(const GradientArguments& a,
 }
 
 /// Computes and stores dx and dresidual of a unit.
-template <typename T, bool kPlanar, bool kResidual>
+template <typename T, bool kPlanar, bool kResidual, typename Values>
 __device__ __forceinline__ void write_gradients(const GradientArguments& a,
-                                                const Tile<T, kPlanar>& tile,
-                                                const Table<T, kPlanar>& table, unsigned unit,
+                                                const Tile<T, kPlanar>& tile, const Values& table,
+                                                unsigned unit,
                                                 const GradientVectors<T, kResidual>& vectors) {
   constexpr int kVector = Vector<T>::kSize;
   const Index at = tile.offset(unit);

@@ -29,18 +29,21 @@ TEST_F(CudaBatchNorm, ShortEveryTypeAndActivation) {
   }
 }
 
-TEST_F(CudaBatchNorm, ShortClusters) {
-  if (cuda::limits_of(kGpu).capability < 90) GTEST_SKIP() << "clusters need capability 9.0";
+TEST_F(CudaBatchNorm, ShortResident) {
   struct Sizes {
     Index s, n, c, h, w;
   };
-  // One block and several, slabs of different sizes, few and many vectors per thread.
+  // One block and several, slabs of different sizes, few and many vectors per thread: all of them
+  // in shared memory, and in the last two not all.
   for (const Sizes& z : {Sizes{0, 2, 8, 3, 3},
                          {0, 3, 64, 9, 7},
                          {0, 2, 24, 40, 41},
                          {2, 5, 48, 11, 13},
                          {0, 4, 512, 7, 7},
-                         {0, 16, 16, 14, 14}}) {
+                         {0, 16, 16, 14, 14},
+                         {3, 2, 1024, 12, 12},
+                         {0, 300, 64, 30, 30},
+                         {0, 20, 144, 95, 95}}) {
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       for (const bool residual : {false, true}) {
         const std::set<std::string> ran = expect_case({.s = z.s,
@@ -51,8 +54,8 @@ TEST_F(CudaBatchNorm, ShortClusters) {
                                                        .data = dtype,
                                                        .residual = residual,
                                                        .blanked = z.s > 0});
-        EXPECT_TRUE(ran.contains("forward cluster"));
-        EXPECT_TRUE(ran.contains("backward cluster"));
+        EXPECT_TRUE(ran.contains("forward resident"));
+        EXPECT_TRUE(ran.contains("backward resident"));
       }
     }
   }

@@ -1,0 +1,444 @@
+// BatchNorm, residual and activation in one kernel, for channels-last images of any size. Its
+// blocks are all resident at once: they sum, meet at a barrier of the whole grid, and then
+// normalise in reverse order. What they read last is still in their shared memory, what they read
+// before that in L2. Memory: forward reads x twice (once what fits on the chip), the residual once,
+// and writes y. Backward does the same with dy and x, and writes dx and dresidual. Bound by memory
+// bandwidth when large, by the barrier and the exchange of sums when small.
+
+#include "cuda/batch_norm/resident.cuh"
+
+#include <cooperative_groups.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "common/scratch.h"
+#include "cuda/batch_norm/units.cuh"
+#include "cuda/copy_async.cuh"
+#include "cuda/device.h"
+#include "cuda/launch.cuh"
+
+namespace fusewise::cuda {
+namespace {
+
+/// Steps that copies run ahead of their use: 48 KB per SM and more.
+constexpr int kAheadForward = 10, kAheadResidual = 5, kAheadBackward = 6;
+/// Shared memory of a block. There is one block per SM.
+constexpr std::size_t kSharedBytes = 200 << 10;
+constexpr int kMostLanes = 64;
+
+/// A thread's own vectors in shared memory, for the last `count` of its steps. Nobody else uses
+/// them, so they need no barriers.
+template <int kImages>
+struct Slots {
+  unsigned char* own;
+  unsigned char* own_bits;  // a word for each step, behind all vectors
+  int count;
+
+  static constexpr int kStepBytes = kImages * kThreads * 16;
+
+  __device__ Slots(void* memory, int count)
+      : own(static_cast<unsigned char*>(memory) + threadIdx.x * 16),
+        own_bits(static_cast<unsigned char*>(memory) + count * kStepBytes + threadIdx.x * 4),
+        count(count) {}
+  __device__ __forceinline__ unsigned char* vector(int slot, int image) const {
+    return own + (slot * kImages + image) * kThreads * 16;
+  }
+  __device__ __forceinline__ unsigned char* bits(int slot) const {
+    return own_bits + slot * kThreads * 4;
+  }
+  __device__ __forceinline__ int after(int slot) const { return slot + 1 == count ? 0 : slot + 1; }
+  __device__ __forceinline__ int before(int slot) const { return (slot == 0 ? count : slot) - 1; }
+};
+
+/// Calls use(step, slot) for all steps in order. copy(step, slot) starts the copies of a step,
+/// kAhead steps before its use. Those of the first kAhead steps have been started.
+template <int kAhead, typename Slot, typename Copy, typename Use>
+__device__ __forceinline__ void first_pass(int steps, const Slot& slots, Copy copy, Use use) {
+#pragma unroll 1
+  for (int step = 0, slot = 0, next = kAhead % slots.count; step < steps; ++step) {
+    wait_for_all_but<kAhead - 1>();
+    use(step, slot);
+    if (step + kAhead < steps) copy(step + kAhead, next);
+    commit_copies();
+    slot = slots.after(slot);
+    next = slots.after(next);
+  }
+}
+
+/// The same in reverse order. Steps that are still in their slots need not be copied again:
+/// is_missing tells which do.
+template <int kAhead, typename Slot, typename Copy, typename Use>
+__device__ __forceinline__ void second_pass(int steps, const Slot& slots, Copy copy, Use use) {
+  if (steps == 0) return;
+  const int kept = min(steps, slots.count);
+  int slot = (steps - 1) % slots.count, next = (steps - 1 + slots.count - kAhead) % slots.count;
+#pragma unroll 1
+  for (int step = steps - 1; step >= 0; --step) {
+    wait_for_all_but<kAhead - 1>();
+    use(step, slot);
+    const bool is_missing = step - kAhead < steps - kept;
+    if (step >= kAhead) copy(step - kAhead, next, is_missing);
+    commit_copies();
+    slot = slots.before(slot);
+    next = slots.before(next);
+  }
+}
+
+/// The sums of all slabs, [S, slabs, 2, C].
+__device__ __forceinline__ float* sums_of(float* sums, const Cut& cut, int stream, int slab) {
+  return sums + (static_cast<Index>(stream) * cut.slabs + slab) * 2 * cut.channels;
+}
+
+/// Adds the sums of all slabs in float64 and in a fixed order, and calls finish(k, first, second)
+/// for k < width. `shared`: combine_doubles. Ends with a barrier.
+template <typename T, typename Finish>
+__device__ void combine_slabs(const Tile<T, false>& tile, float* sums, double* shared,
+                              Finish finish) {
+  const int slabs = tile.cut.slabs, channels = tile.cut.channels, width = tile.width;
+  const int quads = 2 * width / 4, rows = max(1, min(slabs, kThreads / quads));
+  for (int t = threadIdx.x; t < rows * quads; t += kThreads) {
+    const int row = t / quads, k = (t - row * quads) * 4;
+    const float* from = sums_of(sums, tile.cut, tile.stream, 0) + tile.first +
+                        (k < width ? k : channels + k - width);
+    double total[4] = {};
+#pragma unroll 8
+    for (int slab = row; slab < slabs; slab += rows) {
+      const float4 part =
+          __ldcg(reinterpret_cast<const float4*>(from + static_cast<Index>(slab) * 2 * channels));
+      total[0] += part.x;
+      total[1] += part.y;
+      total[2] += part.z;
+      total[3] += part.w;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) shared[row * 2 * width + k + j] = total[j];
+  }
+  __syncthreads();
+  for (int k = threadIdx.x; k < width; k += kThreads) {
+    double first = 0, second = 0;
+    for (int row = 0; row < rows; ++row) {
+      first += shared[row * 2 * width + k];
+      second += shared[(row * 2 + 1) * width + k];
+    }
+    finish(k, first, second);
+  }
+  __syncthreads();
+}
+__host__ __device__ constexpr int combine_doubles(int width) {
+  return 4 * kThreads > 2 * width ? 4 * kThreads : 2 * width;
+}
+
+/// Bytes of shared memory before the slots: the table, and the sums over the block, where later the
+/// slabs are combined.
+__host__ __device__ constexpr int head_bytes(int rows, int width, int vector) {
+  const int sums = sum_floats(width, vector) * static_cast<int>(sizeof(float));
+  const int combined = combine_doubles(width) * static_cast<int>(sizeof(double));
+  const int table = table_floats(rows, width) * static_cast<int>(sizeof(float));
+  return (table + (sums > combined ? sums : combined) + 15) / 16 * 16;
+}
+
+template <typename T, bool kResidual>
+__global__ void __launch_bounds__(kThreads)
+    forward_kernel(const __grid_constant__ Cut cut, const __grid_constant__ NormalizeArguments a,
+                   float* sums, int slot_count) {
+#if __CUDA_ARCH__ >= 800
+  constexpr int kVector = Vector<T>::kSize;
+  extern __shared__ __align__(16) unsigned char memory[];
+  const Tile<T, false> tile(cut, blockIdx.x);
+  const int full = cut.lanes * kVector;
+  const Table<T, false> table{reinterpret_cast<float*>(memory), tile.lanes};
+  float* const work = reinterpret_cast<float*>(memory) + table_floats(3, full);
+  const Slots<1> slots(memory + head_bytes(3, full, kVector), slot_count);
+  const Slots<1> others(memory + head_bytes(3, full, kVector) + slot_count * slots.kStepBytes,
+                        kAheadResidual);
+  const T* x = static_cast<const T*>(a.x);
+  const auto copy = [&](int step, int slot) {
+    copy_vector(slots.vector(slot, 0), x + tile.offset(tile.template unit<false>(step)));
+  };
+#pragma unroll
+  for (int j = 0; j < kAheadForward; ++j) {
+    if (j < tile.steps) copy(j, j);
+    commit_copies();
+  }
+  fill_shifts(tile, x, table, 0, cut.units);  // where the means will be
+  __syncthreads();
+  float shift[kVector], sum[kVector] = {}, squares[kVector] = {};
+  table.get(kMean, tile.lane, shift);
+  first_pass<kAheadForward>(tile.steps, slots, copy, [&](int step, int slot) {
+    if (tile.is_blank(tile.template unit<false>(step))) return;
+    Packed<T> values;
+    values.load_shared(slots.vector(slot, 0));
+    add_moments(values, shift, sum, squares);
+  });
+  float* const own = sums_of(sums, cut, tile.stream, tile.slab) + tile.first;
+  sum_over_block(tile, sum, squares, work, [&](int k, float total, float total_squares) {
+    own[k] = total;
+    own[cut.channels + k] = total_squares;
+  });
+  tile.count_call(a.channels.advanced());
+  const T* residual = static_cast<const T*>(a.residual);
+  const auto copy_residual = [&](int step, int slot) {
+    copy_vector(others.vector(slot, 0), residual + tile.offset(tile.template unit<false>(step)));
+  };
+  if constexpr (kResidual) {  // what the second pass needs first
+#pragma unroll
+    for (int j = 0; j < kAheadResidual; ++j) {
+      if (j < tile.steps) copy_residual(tile.steps - 1 - j, j);
+      commit_copies();
+    }
+  }
+  cooperative_groups::this_grid().sync();
+
+  const double count = tile.count(0, cut.units);
+  const long long calls = calls_of(a.channels.counter, tile.stream);
+  combine_slabs(tile, sums, reinterpret_cast<double*>(work), [&](int k, double d, double dd) {
+    const Moments all{count, d, dd};
+    const double variance = count > 0 ? all.central() / count : 0.0;
+    const Coefficients<float> value =
+        finish_channel<T>(a.channels, tile.channel(k), count, all.mean(table.at(kMean, k)),
+                          variance, calls, tile.slab == 0);
+    table.at(kMean, k) = value.mean;
+    table.at(kScale, k) = value.scale;
+    table.at(kShift, k) = value.shift;
+  });
+  const Held<T, 3> held(table, tile.lane);
+  int other = 0;
+  constexpr int kAhead = kResidual ? kAheadResidual : kAheadForward;
+  second_pass<kAhead>(
+      tile.steps, slots,
+      [&](int step, int slot, bool is_missing) {
+        if (is_missing) copy(step, slot);
+        if constexpr (kResidual) {
+          copy_residual(step, other);  // it has just been used
+          other = others.after(other);
+        }
+      },
+      [&](int step, int slot) {
+        Packed<T> values, added;
+        values.load_shared(slots.vector(slot, 0));
+        if constexpr (kResidual) added.load_shared(others.vector(other, 0));
+        write_normalized<kResidual>(a, tile, held, tile.template unit<false>(step), values, added);
+      });
+#endif
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    backward_kernel(const __grid_constant__ Cut cut, const __grid_constant__ GradientArguments a,
+                    float* sums, int slot_count) {
+#if __CUDA_ARCH__ >= 800
+  constexpr int kVector = Vector<T>::kSize;
+  extern __shared__ __align__(16) unsigned char memory[];
+  const Tile<T, false> tile(cut, blockIdx.x);
+  const int full = cut.lanes * kVector;
+  const Table<T, false> table{reinterpret_cast<float*>(memory), tile.lanes};
+  float* const work = reinterpret_cast<float*>(memory) + table_floats(5, full);
+  const Slots<2> slots(memory + head_bytes(5, full, kVector), slot_count);
+  const Index streams = gridDim.x / (cut.tiles * cut.slabs);
+  const Index bit_bytes = streams * cut.units * cut.channels / 8;
+  const auto copy = [&](int step, int slot) {
+    const Index at = tile.offset(tile.template unit<false>(step));
+    copy_vector(slots.vector(slot, 0), static_cast<const T*>(a.dy) + at);
+    copy_vector(slots.vector(slot, 1), static_cast<const T*>(a.x) + at);
+    if (a.passes == nullptr) return;
+    const Index word = at / 32 * 4;
+    copy_word(slots.bits(slot), a.passes + word, min(Index{4}, bit_bytes - word));
+  };
+  const auto get = [&](int step, int slot) {
+    GradientVectors<T, false> vectors;
+    vectors.dy.load_shared(slots.vector(slot, 0));
+    vectors.x.load_shared(slots.vector(slot, 1));
+    if (a.passes != nullptr) {
+      const Index at = tile.offset(tile.template unit<false>(step));
+      vectors.bits = *reinterpret_cast<const unsigned*>(slots.bits(slot)) >> at % 32;
+    }
+    return vectors;
+  };
+#pragma unroll
+  for (int j = 0; j < kAheadBackward; ++j) {
+    if (j < tile.steps) copy(j, j);
+    commit_copies();
+  }
+  for (int k = threadIdx.x; k < tile.width; k += kThreads) fill_saved(tile, table, a.channels, k);
+  __syncthreads();
+  float sum[kVector] = {}, products[kVector] = {};
+  const Held<T, 3> saved(table, tile.lane);
+  first_pass<kAheadBackward>(tile.steps, slots, copy, [&](int step, int slot) {
+    if (tile.is_blank(tile.template unit<false>(step))) return;
+    add_gradients(a, saved, tile.lane, get(step, slot), sum, products);
+  });
+  float* const own = sums_of(sums, cut, tile.stream, tile.slab) + tile.first;
+  sum_over_block(tile, sum, products, work, [&](int k, float dv, float dvx) {
+    own[k] = dv;
+    own[cut.channels + k] = dvx;
+  });
+  cooperative_groups::this_grid().sync();
+
+  const double count = tile.count(0, cut.units);
+  combine_slabs(tile, sums, reinterpret_cast<double*>(work), [&](int k, double dv, double dvx) {
+    const Index at = tile.channel(k);
+    const float inverse = static_cast<const float*>(a.channels.inverse)[at];
+    const GradientSums<float> all{count, static_cast<float>(dv), static_cast<float>(dvx)};
+    Corrections<float> value = finish_gradient<T>(a.channels, at, all, inverse, tile.slab == 0);
+    if (a.channels.group != nullptr) value = group_corrections<T>(a.channels, at, inverse);
+    table.at(kOffset, k) = value.offset;
+    table.at(kSlope, k) = value.slope;
+  });
+  const Held<T, 5> held(table, tile.lane);
+  second_pass<kAheadBackward>(
+      tile.steps, slots,
+      [&](int step, int slot, bool is_missing) {
+        if (is_missing) copy(step, slot);
+      },
+      [&](int step, int slot) {
+        write_gradients(a, tile, held, tile.template unit<false>(step), get(step, slot));
+      });
+#endif
+}
+
+// ---- Host.
+
+struct Plan {
+  Cut cut;
+  int slots;
+  std::size_t shared_bytes;
+};
+
+/// What a kernel needs of shared memory.
+struct Needs {
+  int rows;        // of the table
+  int step_bytes;  // of a thread
+  int ahead;
+  int others;  // more bytes of a thread
+};
+constexpr Needs forward_needs(bool residual) {
+  return {3, 16, kAheadForward, residual ? kAheadResidual * 16 : 0};
+}
+constexpr Needs backward_needs(bool bits) { return {5, bits ? 36 : 32, kAheadBackward, 0}; }
+
+/// The cut that is expected to be fastest. Its cost is in steps of a thread: those of the widest
+/// slab, more if blocks read short pieces of a pixel, and the time to combine the slabs. The
+/// factors are from measurements on an H200.
+std::optional<Plan> plan(const Context& context, const TensorView& x, const TensorView& blanked,
+                         const Needs& needs) {
+  const DeviceLimits& limits = limits_of(context.device);
+  const int vector = static_cast<int>(16 / size_of(x.dtype));
+  const std::int64_t vectors = dimension(x, 3) / vector;
+  const std::int64_t units = dimension(x, 4) * dimension(x, 2) * dimension(x, 1);
+  std::int64_t best_lanes = 0, best_slabs = 0;
+  double least = 0;
+  const auto consider = [&](std::int64_t lanes) {
+    const std::int64_t tiles = divide_up(vectors, lanes);
+    const std::int64_t slabs = limits.multiprocessors / (streams_of(x) * tiles);
+    if (slabs == 0) return;
+    const std::int64_t steps = divide_up(divide_up(units, slabs), kThreads / lanes);
+    const double short_pieces = tiles == 1 || lanes >= 16 ? 1.0 : lanes >= 8 ? 1.04 : 1.15;
+    const double cost = static_cast<double>(steps) * short_pieces +
+                        static_cast<double>(std::min(slabs, units) * lanes * vector) / 2500;
+    if (best_lanes > 0 && cost >= least) return;
+    best_lanes = lanes;
+    best_slabs = slabs;
+    least = cost;
+  };
+  // Even, so that blocks do not share 32-byte sectors.
+  for (std::int64_t lanes = 6; lanes <= 24 && lanes < vectors; lanes += 2) consider(lanes);
+  if (vectors <= kMostLanes) consider(vectors);
+  if (best_lanes == 0) return std::nullopt;
+  const Cut cut = make_cut(x, blanked, static_cast<int>(best_lanes), best_slabs);
+  const int head = head_bytes(needs.rows, cut.lanes * vector, vector) + kThreads * needs.others;
+  const std::int64_t room = std::min<std::int64_t>(kSharedBytes, limits.block_shared_memory) - head;
+  const std::int64_t steps = divide_up(cut.per_slab, kThreads / cut.lanes);
+  const std::int64_t slots =
+      std::min(room / (kThreads * needs.step_bytes), std::max<std::int64_t>(steps, needs.ahead));
+  if (slots < needs.ahead) return std::nullopt;
+  return Plan{.cut = cut,
+              .slots = static_cast<int>(slots),
+              .shared_bytes = static_cast<std::size_t>(head + slots * kThreads * needs.step_bytes)};
+}
+
+std::string declines(const Context& context, const TensorView& x, const TensorView& blanked,
+                     const Needs& needs) {
+  if (limits_of(context.device).capability < 80) {
+    return "asynchronous copies need compute capability 8.0";
+  }
+  if (!has_adjacent_channels(x)) return "it takes channels-last images";
+  if (!plan(context, x, blanked, needs)) return "its blocks cannot all run at once";
+  return {};
+}
+
+Launch launch_of(const Context& context, const TensorView& x, const Plan& plan) {
+  return {.context = context,
+          .blocks = plan.cut.blocks(streams_of(x)),
+          .threads = kThreads,
+          .shared_bytes = plan.shared_bytes,
+          .cooperative = true};
+}
+
+/// Memory for the sums of all slabs.
+Scratch<float> sums_memory(const Context& context, const TensorView& x, const Cut& cut) {
+  return Scratch<float>(context, streams_of(x) * cut.slabs * 2 * cut.channels);
+}
+
+}  // namespace
+
+std::string resident_declines(const Context& context, const BatchNormActForward& call) {
+  std::string reason = dense_decline({&call.x, &call.y, &call.residual}, call.passes.defined());
+  if (!reason.empty()) return reason;
+  if (!channels_of(call).own()) return "the statistics are given, so one pass is enough";
+  return declines(context, call.x, call.blanked, forward_needs(call.residual.defined()));
+}
+
+std::string resident_declines(const Context& context, const BatchNormActBackward& call) {
+  std::string reason =
+      dense_decline({&call.x, &call.dy, &call.dx, &call.dresidual}, call.passes.defined());
+  if (!reason.empty()) return reason;
+  if (call.residual.defined() && !call.passes.defined()) return "it does not read the residual";
+  if (reinterpret_cast<std::uintptr_t>(call.passes.data) % 4 != 0) {
+    return "the bits of relu do not start on a 4-byte boundary";
+  }
+  const BackwardNeeds needs = needs_of(call);
+  if (!needs.sums || !needs.images) return "one pass is enough for these gradients";
+  return declines(context, call.x, call.blanked, backward_needs(call.passes.defined()));
+}
+
+void resident_run(const Context& context, const BatchNormActForward& call) {
+  const Plan p = *plan(context, call.x, call.blanked, forward_needs(call.residual.defined()));
+  const Scratch<float> sums = sums_memory(context, call.x, p.cut);
+  const NormalizeArguments a{.x = call.x.data,
+                             .residual = call.residual.data,
+                             .y = call.y.data,
+                             .passes = static_cast<unsigned char*>(call.passes.data),
+                             .channels = channels_of(call),
+                             .parts = {},
+                             .coefficients = nullptr,
+                             .activation = call.activation,
+                             .streaming = false};
+  dispatch_short_dtype(call.x.dtype, [&]<typename T>(T) {
+    auto* kernel = call.residual.defined() ? forward_kernel<T, true> : forward_kernel<T, false>;
+    launch_kernel(launch_of(context, call.x, p), "normalizing", kernel, p.cut, a, sums.data(),
+                  p.slots);
+  });
+}
+
+void resident_run(const Context& context, const BatchNormActBackward& call) {
+  const Plan p = *plan(context, call.x, call.blanked, backward_needs(call.passes.defined()));
+  const Scratch<float> sums = sums_memory(context, call.x, p.cut);
+  const GradientArguments a{.dy = call.dy.data,
+                            .x = call.x.data,
+                            .residual = nullptr,
+                            .passes = static_cast<const unsigned char*>(call.passes.data),
+                            .dx = call.dx.data,
+                            .dresidual = call.dresidual.data,
+                            .channels = channels_of(call),
+                            .parts = {},
+                            .corrections = nullptr,
+                            .activation = call.activation,
+                            .streaming = false};
+  dispatch_short_dtype(call.x.dtype, [&]<typename T>(T) {
+    launch_kernel(launch_of(context, call.x, p), "computing gradients", backward_kernel<T>, p.cut,
+                  a, sums.data(), p.slots);
+  });
+}
+
+}  // namespace fusewise::cuda
