@@ -323,12 +323,53 @@ WIDE = {"n_mels": 128, "frames": 8, "latent": 64, "slice_latent": 128}
 HUGE = {"n_mels": 250, "frames": 3, "latent": 77, "slice_latent": 190}
 
 
+def why_not_any_size(rows, sizes, dtypes):
+    """The reason of 'any_size' in forward's list; empty where it is chosen."""
+    if dtypes == "fp64":
+        return "it has no float64 kernels"
+    if sizes is HUGE:
+        return "'general' is faster for more than 100000 weights"
+    few = 4 * torch.cuda.get_device_properties(0).multi_processor_count
+    return f"'general' is faster for more than {few} rows" if rows > few else ""
+
+
+def check_other_sizes(records, rows, sizes, dtypes):
+    """Which kernels can run another model than the default one, which one does, and why."""
+    n_mels, _, latent, slice_latent = sizes.values()
+    default_only = (
+        "it has no float64 kernels"
+        if dtypes == "fp64"
+        else "it is for n_mels 64, latent 32 and slice_latent 64, "
+        f"not {n_mels}, {latent} and {slice_latent}"
+    )
+    why_not = why_not_any_size(rows, sizes, dtypes)
+    forward, backward = records
+    assert [(c.name, c.chosen, c.able, c.reason) for c in forward.candidates] == [
+        *((name, False, False, default_only) for name in ("few_rows", "many_rows", "block16")),
+        ("any_size", not why_not, dtypes != "fp64", why_not),
+        ("general", bool(why_not), True, ""),
+    ]
+    wgmma, *others = backward.candidates
+    assert (wgmma.name, wgmma.chosen, wgmma.able) == ("wgmma", False, False)
+    if HOPPER:  # other GPUs are a reason of their own
+        assert wgmma.reason == default_only
+    assert [(c.name, c.chosen, c.able, c.reason) for c in others] == [
+        ("block16", False, False, default_only),
+        ("warps", False, False, default_only),
+        ("general", True, True, ""),
+    ]
+
+
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16", "fp16-fp32", "fp64"])
 @pytest.mark.parametrize("sizes", [WIDE, HUGE], ids=["wide", "huge"])
-def test_sizes_that_only_general_takes(sizes, dtypes):
+def test_other_sizes_in_every_implementation(sizes, dtypes):
     for rows, output in itertools.product((40, 300, 3000), OUTPUTS):
         case = make_case(rows, sizes, "cuda", DTYPES[dtypes], output=output)
-        assert case.check_every_implementation() == {"general"}
+        x = case.x.detach().requires_grad_()
+        records = fusewise.explain(autoencoder, x, *case.weights, output=output)
+        check_other_sizes(records, rows, sizes, dtypes)
+        able = {"general"} if dtypes == "fp64" else {"any_size", "general"}
+        assert case.check_every_implementation() == able
 
 
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
@@ -339,19 +380,11 @@ def test_products_of_more_rows_than_are_taken_together(dtypes, output):
         case.check()
 
 
-def test_the_list_says_why_general_is_chosen():
-    """It is not chosen where rows are copied first: the copy is aligned."""
-    for sizes, layout, name in (
-        (DEFAULT, "rows", "block16"),
-        (DEFAULT, "columns", "block16"),
-        (WIDE, "rows", "general"),
-    ):
-        case = make_case(600, sizes, "cuda", layout=layout)
-        case.x.requires_grad_()
-        for record in fusewise.explain(autoencoder, *case.inputs):
-            assert record.chosen == name
-            if name == "general":
-                assert "it is for n_mels 64" in record.candidates[-2].reason
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_block16_takes_copied_rows_too(layout):
+    """Columns are copied into rows first, and the copy is aligned."""
+    case = make_case(600, DEFAULT, "cuda", layout=layout)
+    assert chosen(case) == ("block16", "block16")
 
 
 @pytest.mark.parametrize("rows", [40, 700])

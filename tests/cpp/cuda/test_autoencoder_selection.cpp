@@ -66,19 +66,22 @@ TEST(AutoencoderSelection, BackwardChoosesTheListedKernels) {
 
 TEST(AutoencoderSelection, OtherSizesHaveKernelsForFewRowsAndForMany) {
   for (const char* kind : {"f32", "tf32", "bf16", "f64"}) {
-    for (const int rows : {1, 600, 100000}) {
+    for (const int rows : {1, 528, 529, 100000}) {
       for (const cuda::AutoencoderSizes& sizes : {cuda::AutoencoderSizes{rows, 63, 5, 32, 64},
                                                   {rows, 80, 5, 32, 64},
                                                   {rows, 64, 5, 33, 64},
                                                   {rows, 64, 5, 32, 65},
-                                                  {rows, 7, 2, 48, 2}}) {
-        const bool few = rows == 1 && std::string("f64") != kind;
+                                                  {rows, 7, 2, 48, 2},
+                                                  {rows, 128, 8, 64, 128}}) {
+        const bool few = rows <= 528 && std::string("f64") != kind;
         EXPECT_EQ(chosen<Forward>("H200", sizes, kind, "out projection"),
                   few ? "any_size" : "general");
         EXPECT_EQ(chosen<Backward>("H200", sizes, kind, kAll), "general");
       }
     }
   }
+  // More than 100000 weights.
+  EXPECT_EQ(chosen<Forward>("H200", {40, 250, 3, 77, 190}, "f32", "out projection"), "general");
 }
 
 template <typename Call, std::size_t kCount>
@@ -139,6 +142,10 @@ TEST(AutoencoderSelection, ReasonsToDeclineHaveTheNumbers) {
   EXPECT_EQ(forward_declines("few_rows", kDefault, "f32", "out weights+4"),
             "encoder_weight's rows must start at multiples of 16 bytes, but the first starts 4 "
             "bytes after one and the rows are 256 bytes apart");
+  EXPECT_EQ(forward_declines("any_size", other, "f64", "out"), "it has no float64 kernels");
+  EXPECT_EQ(forward_declines("any_size", {528, 64, 112, 32, 64}, "f32", "out"), "");
+  EXPECT_EQ(forward_declines("any_size", {528, 64, 113, 32, 64}, "f32", "out"),
+            "it needs 232576 bytes of shared memory, and a block has 232448");
   EXPECT_EQ(backward_declines("block16", kDefault, "f32", kAll, "L40S"),
             "it needs 226944 bytes of shared memory, and a block has 101376");
   EXPECT_EQ(backward_declines("wgmma", kDefault, "bf16", kAll, "A100"),
