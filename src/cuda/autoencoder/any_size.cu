@@ -1,7 +1,7 @@
 // Reconstruction, latent vector or anomaly score of few rows, for any sizes that fit into shared
-// memory. A block processes one to four rows, and reads every parameter once or twice, from L2. One
-// kernel instead of the seven of general.cu: bound by latency. Sums are float32, and nothing
-// between input and output is rounded.
+// memory. A block processes one to four rows. It reads every parameter from L2 once, and the basis
+// a second time unless L1 still has it. One kernel instead of the seven of general.cu: bound by
+// latency. Sums are float32, and nothing between input and output is rounded.
 
 #include "common/divide.h"
 #include "cuda/autoencoder/kernels.h"
