@@ -100,6 +100,9 @@ AUTOENCODERS = (
     (3, 33, 2, 17, 70),
     (3, 130, 2, 17, 20),  # too many columns for norm_linear.cu
     (1, 1, 1, 1, 1),
+    # any_size.cu with two and four rows per block on 132 SMs; the last block is not full
+    (201, 9, 2, 5, 7),
+    (301, 9, 2, 5, 7),
 )
 MANY_ROWS = 2128  # of the default model: forward's kernel for many rows, backward's twice a block
 WARPGROUP_ROWS = 24037  # of the default model: backward's kernel for many rows, in TF32 and fp16

@@ -32,6 +32,23 @@ __device__ __forceinline__ void block_totals(A (&values)[kCount]) {
   }
 }
 
+/// Sum of `value` over the threads of a block with the same threadIdx.x % kColumns. The first
+/// kColumns threads get it. Call it only once per kernel, like block_totals.
+template <int kThreads, int kColumns, typename A>
+__device__ __forceinline__ A block_column_sum(A value) {
+  static_assert(kThreads % 32 == 0 && 32 % kColumns == 0);
+  __shared__ A parts[kThreads / 32][kColumns];
+  for (int offset = 16; offset >= kColumns; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  if (threadIdx.x % 32 < kColumns) parts[threadIdx.x / 32][threadIdx.x % 32] = value;
+  __syncthreads();
+  if (threadIdx.x < kColumns) {
+    for (int warp = 1; warp < kThreads / 32; ++warp) value += parts[warp][threadIdx.x];
+  }
+  return value;
+}
+
 /// Calls finish(k, sum over i < lanes of part(k, i), i) for k < width. Called by the whole block.
 /// `lanes` neighbouring lanes, a power of two, share a k, and each of them gets the sum.
 template <typename Part, typename Finish>

@@ -319,16 +319,64 @@ def test_float32_errors_of_tensor_cores(rows, sizes):
         )
 
 
+NARROW = {"n_mels": 40, "frames": 5, "latent": 32, "slice_latent": 64}
 WIDE = {"n_mels": 128, "frames": 8, "latent": 64, "slice_latent": 128}
 HUGE = {"n_mels": 250, "frames": 3, "latent": 77, "slice_latent": 190}
 
 
+def why_not_any_size(rows, sizes, dtypes):
+    """The reason of 'any_size' in forward's list; empty where it is chosen."""
+    gpu = torch.cuda.get_device_properties(0)
+    count = gpu.multi_processor_count
+    if dtypes == "fp64":
+        return "it has no float64 kernels"
+    if sizes is NARROW:
+        return f"'general' is faster for more than {4 * count} rows" if rows > 4 * count else ""
+    rows_of_block = 1 if rows <= count else 2 if rows <= 2 * count else 4
+    parameters, row = (413980, 8704) if sizes is WIDE else (586044, 5896)
+    return (
+        f"it needs {parameters + rows_of_block * row + 4 * sizes['latent']} bytes of shared "
+        f"memory, and a block has {gpu.shared_memory_per_block_optin}"
+    )
+
+
+def check_other_sizes(records, rows, sizes, dtypes):
+    """Which kernels can run another model than the default one, which one does, and why."""
+    n_mels, _, latent, slice_latent = sizes.values()
+    default_only = (
+        "it has no float64 kernels"
+        if dtypes == "fp64"
+        else "it is for n_mels 64, latent 32 and slice_latent 64, "
+        f"not {n_mels}, {latent} and {slice_latent}"
+    )
+    why_not = why_not_any_size(rows, sizes, dtypes)
+    forward, backward = records
+    assert [(c.name, c.chosen, c.able, c.reason) for c in forward.candidates] == [
+        *((name, False, False, default_only) for name in ("few_rows", "many_rows", "block16")),
+        ("any_size", not why_not, dtypes != "fp64" and sizes is NARROW, why_not),
+        ("general", bool(why_not), True, ""),
+    ]
+    wgmma, *others = backward.candidates
+    assert (wgmma.name, wgmma.chosen, wgmma.able) == ("wgmma", False, False)
+    if HOPPER:  # other GPUs are a reason of their own
+        assert wgmma.reason == default_only
+    assert [(c.name, c.chosen, c.able, c.reason) for c in others] == [
+        ("block16", False, False, default_only),
+        ("warps", False, False, default_only),
+        ("general", True, True, ""),
+    ]
+
+
 @pytest.mark.parametrize("dtypes", ["fp32", "bf16", "fp16-fp32", "fp64"])
-@pytest.mark.parametrize("sizes", [WIDE, HUGE], ids=["wide", "huge"])
-def test_sizes_that_only_general_takes(sizes, dtypes):
+@pytest.mark.parametrize("sizes", [NARROW, WIDE, HUGE], ids=["narrow", "wide", "huge"])
+def test_other_sizes_in_every_implementation(sizes, dtypes):
     for rows, output in itertools.product((40, 300, 3000), OUTPUTS):
         case = make_case(rows, sizes, "cuda", DTYPES[dtypes], output=output)
-        assert case.check_every_implementation() == {"general"}
+        x = case.x.detach().requires_grad_()
+        records = fusewise.explain(autoencoder, x, *case.weights, output=output)
+        check_other_sizes(records, rows, sizes, dtypes)
+        able = {*records[0].able, *records[1].able}
+        assert case.check_every_implementation() == able
 
 
 @pytest.mark.parametrize("output", ["reconstruction", "score"])
@@ -339,19 +387,11 @@ def test_products_of_more_rows_than_are_taken_together(dtypes, output):
         case.check()
 
 
-def test_the_list_says_why_general_is_chosen():
-    """It is not chosen where rows are copied first: the copy is aligned."""
-    for sizes, layout, name in (
-        (DEFAULT, "rows", "block16"),
-        (DEFAULT, "columns", "block16"),
-        (WIDE, "rows", "general"),
-    ):
-        case = make_case(600, sizes, "cuda", layout=layout)
-        case.x.requires_grad_()
-        for record in fusewise.explain(autoencoder, *case.inputs):
-            assert record.chosen == name
-            if name == "general":
-                assert "it is for n_mels 64" in record.candidates[-2].reason
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_block16_takes_copied_rows_too(layout):
+    """Columns are copied into rows first, and the copy is aligned."""
+    case = make_case(600, DEFAULT, "cuda", layout=layout)
+    assert chosen(case) == ("block16", "block16")
 
 
 @pytest.mark.parametrize("rows", [40, 700])

@@ -8,6 +8,7 @@
 #include "cuda/autoencoder/mma_registers.cuh"
 #include "cuda/autoencoder/parameters.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
 
 namespace fusewise::cuda::autoencoder {
 namespace {
@@ -159,7 +160,6 @@ __global__ void __launch_bounds__(kThreads)
     decoder_gradients_kernel(AutoencoderSizes s, const float* unit, const float* decoder,
                              Sums<float> sums, int unit_blocks) {
   constexpr int kStrands = kThreads / kColumns;
-  __shared__ float partial[kThreads / 32][kColumns];
   wait_for_previous_kernel();
   allow_next_kernel();
   const bool to_unit = static_cast<int>(blockIdx.x) < unit_blocks;
@@ -177,13 +177,8 @@ __global__ void __launch_bounds__(kThreads)
              unit[static_cast<long long>(k) * h + column];
     });
   }
-  for (int offset = 16; offset >= kColumns; offset /= 2) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  }
-  if (threadIdx.x % 32 < kColumns) partial[threadIdx.x / 32][threadIdx.x % 32] = sum;
-  __syncthreads();
+  sum = block_column_sum<kThreads, kColumns>(sum);
   if (strand > 0 || column >= h) return;
-  for (int i = 1; i < kThreads / 32; ++i) sum += partial[i][threadIdx.x];
   const long long at = static_cast<long long>(row) * h + column;
   if (to_unit) {
     sums.unit[at] += sum;

@@ -34,10 +34,24 @@ inline int any_size_rows(int multiprocessors, const AutoencoderSizes& sizes) {
   const std::int64_t all = multiprocessors;
   return sizes.rows <= all ? 1 : sizes.rows <= 2 * all ? 2 : 4;
 }
-/// Shared memory of a block of any_size.cu.
-inline std::int64_t any_size_bytes(const AutoencoderSizes& s, int rows) {
+/// Shared memory of a block of any_size.cu for its rows.
+inline std::int64_t any_size_row_bytes(const AutoencoderSizes& s, int rows) {
   const std::int64_t frames = std::int64_t{s.frames} * (s.n_mels + s.slice_latent);
   return 4 * (rows * (frames + 2 * std::int64_t{s.latent}) + s.latent);
+}
+/// Row stride of a matrix in the shared memory of any_size.cu: the next odd number.
+constexpr std::int64_t any_size_stride(std::int64_t columns) { return columns | 1; }
+/// Shared memory of a block of any_size.cu with all parameters. The rows must fit into it: then
+/// nothing overflows.
+inline std::int64_t any_size_bytes(const AutoencoderSizes& s, int rows) {
+  const std::int64_t m = s.n_mels, l = s.latent, h = s.slice_latent;
+  const auto matrix = [](std::int64_t outputs, std::int64_t inputs) {
+    return outputs * any_size_stride(inputs);
+  };
+  const std::int64_t vectors = 3 * matrix(1, m) + matrix(1, h) + 3 * matrix(1, l);
+  const std::int64_t matrices =
+      matrix(h, m) + matrix(l, s.frames * h) + matrix(l, l) + matrix(m, h);
+  return any_size_row_bytes(s, rows) + 4 * (vectors + matrices);
 }
 
 /// Columns of backward's tile in shared memory: the operands of the sums over rows.

@@ -168,20 +168,14 @@ std::string few_rows_yields(const DeviceLimits& limits, const Forward& call) {
 
 std::string any_size_declines(const DeviceLimits& limits, const Forward& call) {
   if (const std::string reason = float64_declines(limits, call); !reason.empty()) return reason;
-  return memory_declines(
-      limits, any_size_bytes(call.sizes, any_size_rows(limits.multiprocessors, call.sizes)));
+  const int rows = any_size_rows(limits.multiprocessors, call.sizes);
+  const std::string reason = memory_declines(limits, any_size_row_bytes(call.sizes, rows));
+  return reason.empty() ? memory_declines(limits, any_size_bytes(call.sizes, rows)) : reason;
 }
-/// Every block reads all parameters, so with many of them the GEMMs are faster.
+/// Every block reads all parameters, so for many rows the GEMMs are faster.
 std::string any_size_yields(const DeviceLimits& limits, const Forward& call) {
-  constexpr std::int64_t kMostParameters = 100000;
-  const AutoencoderSizes& s = call.sizes;
-  const std::int64_t parameters =
-      std::int64_t{s.slice_latent} * (2 * s.n_mels + std::int64_t{s.latent} * s.frames);
-  if (parameters > kMostParameters) {
-    return "'general' is faster for more than " + text(kMostParameters) + " weights";
-  }
   const std::int64_t most = std::int64_t{4} * limits.multiprocessors;
-  if (s.rows <= most) return {};
+  if (call.sizes.rows <= most) return {};
   return "'general' is faster for more than " + text(most) + " rows";
 }
 

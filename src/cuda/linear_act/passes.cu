@@ -11,6 +11,7 @@
 #include "cuda/fast_math.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/linear_act/passes.cuh"
+#include "cuda/reduce.cuh"
 #include "cuda/vector.cuh"
 
 namespace fusewise::cuda {
@@ -282,7 +283,6 @@ constexpr int kSumColumns = 8, kSumThreads = 512;
 template <typename T, typename A>
 __global__ void __launch_bounds__(kSumThreads)
     sum_chunks(const A* partial, long long chunks, long long columns, T* db) {
-  __shared__ A parts[kSumThreads / 32][kSumColumns];
   wait_for_previous_kernel();
   allow_next_kernel();
   const int lane = threadIdx.x % kSumColumns, strand = threadIdx.x / kSumColumns;
@@ -294,14 +294,8 @@ __global__ void __launch_bounds__(kSumThreads)
       sum += partial[i * columns + column];
     }
   }
-  for (int offset = 16; offset >= kSumColumns; offset /= 2) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  }
-  if (threadIdx.x % 32 < kSumColumns) parts[threadIdx.x / 32][lane] = sum;
-  __syncthreads();
-  if (strand != 0 || column >= columns) return;
-  for (int i = 1; i < kSumThreads / 32; ++i) sum += parts[i][lane];
-  db[column] = from_accumulator<T>(sum);
+  sum = block_column_sum<kSumThreads, kSumColumns>(sum);
+  if (strand == 0 && column < columns) db[column] = from_accumulator<T>(sum);
 }
 
 /// As few groups of columns side by side as cover a row, so that few lanes are idle on narrow rows.
