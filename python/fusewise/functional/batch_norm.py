@@ -142,9 +142,8 @@ class _PoolFunction(_NormFunction):
         """The same. The max-pool takes the values that forward chose."""
         *inputs, saved = kept
         x = inputs[0]
-        mean, inverse, rest = _unpacked(saved, x)
-        shape = torch.Size((*x.shape[:-2], (x.shape[-2] + 1) // 2, (x.shape[-1] + 1) // 2))
-        places = _places(_in_order(rest[: shape.numel()], x, shape), x)
+        mean, inverse, _ = _unpacked(saved, x)
+        places = pooled_pixels(saved, x)
 
         def formula(x, _, __, weight, bias, ___, blanked, ____):
             v = _affine(_normalized(x, mean, inverse, blanked, flags[0]), weight, bias, None)
@@ -164,10 +163,12 @@ def _normalized(x, mean, inverse, blanked, training):
     return (x - _wide(mean, x)) * _wide(inverse, x)
 
 
-def _places(choices: Tensor, x: Tensor) -> Tensor:
-    """For each output of the max-pool, the pixel that it took."""
-    h, w = (torch.arange(size, device=x.device) for size in choices.shape[-2:])
-    choices = choices.long()
+def pooled_pixels(saved: Tensor, x: Tensor) -> Tensor:
+    """For each output of the max-pool, the pixel of the image that it took."""
+    shape = torch.Size((*x.shape[:-2], (x.shape[-2] + 1) // 2, (x.shape[-1] + 1) // 2))
+    choices = _unpacked(saved, x)[2][: shape.numel()]
+    choices = _in_order(choices, x, shape).long()
+    h, w = (torch.arange(size, device=x.device) for size in shape[-2:])
     rows = 2 * h[:, None] - 1 + choices // 3
     return rows * x.shape[-1] + 2 * w - 1 + choices % 3
 
