@@ -1,7 +1,9 @@
 """BatchNorm + activation in the tests: the inputs and the expected results."""
 
 import contextlib
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,33 @@ ACTIVATIONS = {
     "hardswish": F.hardswish,
 }
 MOMENTUM = 0.3
+
+
+def recipe():
+    """What the code of docs/batch-norm.md that fuses a ResNet defines."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "batch-norm.md"
+    (code,) = re.findall(r"## A ResNet in 20 lines.*?```python\n(.*?)```", page.read_text(), re.S)
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= 26, "about 20 lines, and the imports"
+    names = {"__name__": "recipe"}
+    exec(compile(code, page.name, "exec"), names)
+    return names
+
+
+def kept_bytes(fn, apart=()):
+    """The memory that autograd keeps for the backward of a call, without that of the tensors
+    `apart`, which live anyway."""
+    found, apart = {}, {t.untyped_storage().data_ptr() for t in apart}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage  # alive, so that no other one gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = fn()
+    del y
+    return sum(storage.nbytes() for place, storage in found.items() if place not in apart)
 
 
 def pooled(y):

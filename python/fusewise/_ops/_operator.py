@@ -247,7 +247,7 @@ class Operator:
         for i, rule in enumerate(self.inputs):
             if not needed >> i & 1:
                 continue
-            tensor = named.get(rule.name)
+            tensor = named.get(rule.shape, named.get(rule.name))
             if tensor is None:
                 results.append(self._empty(rule, read, tensors, sizes))
             elif rule.layout == "dense":
