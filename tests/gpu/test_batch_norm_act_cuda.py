@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusewise
-from batch_norm_reference import ACTIVATIONS, make_case, pooled
+from batch_norm_reference import ACTIVATIONS, make_case, pooled, recipe
 from fusewise.bench.cases import select
 from fusewise.functional import batch_norm_act
 from fusewise.nn import BatchNormAct2d
@@ -140,7 +140,8 @@ def test_ties_nan_and_infinities_in_the_max_pool():
     mean, var = torch.zeros(16, device="cuda"), torch.ones(16, device="cuda") - 1e-5
     for layout in ("nchw", "channels_last"):
         for activation in ("identity", "relu"):
-            t, u = (LAYOUTS[layout](x).requires_grad_() for _ in range(2))
+            # Torch's channels-last kernel loses the gradient of a window that is -inf throughout.
+            t, u = (LAYOUTS[of](x).requires_grad_() for of in (layout, "nchw"))
             y = batch_norm_act(t, mean, var, activation=activation, max_pool=True)
             expected = pooled(ACTIVATIONS[activation](F.batch_norm(u, mean, var)))
             assert same_bits(y, expected)
@@ -376,28 +377,42 @@ def test_out_of_memory_forward():
     assert allocated() == before
 
 
-@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
-@pytest.mark.parametrize("activation", ["relu", "silu"])
-def test_peak_memory_is_not_above_eagers(layout, activation):
-    """As torchvision's models do it: the sum and the activation in place."""
-    case = make_case((32, 64, 56, 56), "cuda", DTYPES["fp16-fp32"], layout, activation=activation)
+@pytest.mark.parametrize("activation", ["identity", "relu", "silu"])
+def test_scratch_memory_is_small(activation):
+    """Beyond its results and relu's bits a step needs far less than an image. Torch's allocator
+    alone may round up by one or two megabytes; an image has 12."""
+    case = make_case(
+        (32, 64, 56, 56), "cuda", DTYPES["fp16-fp32"], "channels_last", activation=activation
+    )
+    results = 3 - (activation == "identity")  # y, dx, dresidual
+    bits = case.x.numel() // 8 if activation == "relu" else 0
+    inputs = [t.detach().requires_grad_() for t in (case.x, case.weight, case.bias, case.residual)]
 
-    def eager(mean, var, x, weight, bias, residual):
-        v = F.batch_norm(x, mean, var, weight, bias, True)
-        v += residual
-        return getattr(F, activation)(v, inplace=True)
-
-    def training(fn):
-        x, weight, bias, residual = (
-            t.detach().requires_grad_() for t in (case.x, case.weight, case.bias, case.residual)
-        )
-        mean, var = case.running_mean.clone(), case.running_var.clone()
-        y = fn(mean, var, x, weight, bias, residual)
-        torch.autograd.grad(y, (x, weight, bias, residual), case.dy)
+    def step():
+        y = case.ours(case.running_mean, case.running_var, *inputs)
+        torch.autograd.grad(y, inputs, case.dy)
 
     for choice in ({}, *case.implementations()):
         with fusewise.implementation(**choice):
-            assert peak(lambda: training(case.ours)) <= peak(lambda: training(eager))
+            assert peak(step) <= results * case.x.nbytes + bits + case.x.nbytes // 4, choice
+
+
+def test_peak_memory_of_a_resnet():
+    torchvision = pytest.importorskip("torchvision")
+    x = torch.randn(16, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
+    peaks = []
+    for fuse in (lambda model: model, recipe()["fuse"]):
+        model = fuse(torchvision.models.resnet50().cuda().to(memory_format=torch.channels_last))
+
+        def step(model=model):
+            model.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+
+        peaks.append(peak(step))
+        del model, step
+    assert peaks[1] <= 0.95 * peaks[0]
 
 
 def test_memory_is_flat_over_many_calls(case):

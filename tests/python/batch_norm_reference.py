@@ -1,7 +1,9 @@
 """BatchNorm + activation in the tests: the inputs and the expected results."""
 
 import contextlib
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ import fusewise
 from fusewise.bench.accuracy import Expected, Results, accumulator, largest
 from fusewise.bench.families.batch_norm_act import expected
 from fusewise.functional import batch_norm_act
+from fusewise.functional.batch_norm import pooled_pixels
 from reference import DTYPES, LAYOUTS, assert_right, same_bits
 
 ACTIVATIONS = {
@@ -20,6 +23,33 @@ ACTIVATIONS = {
     "hardswish": F.hardswish,
 }
 MOMENTUM = 0.3
+
+
+def recipe():
+    """What the code of docs/batch-norm.md that fuses a ResNet defines."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "batch-norm.md"
+    (code,) = re.findall(r"## A ResNet in 20 lines.*?```python\n(.*?)```", page.read_text(), re.S)
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= 26, "about 20 lines, and the imports"
+    names = {"__name__": "recipe"}
+    exec(compile(code, page.name, "exec"), names)
+    return names
+
+
+def kept_bytes(fn, apart=()):
+    """The memory that autograd keeps for the backward of a call, without that of the tensors
+    `apart`, which live anyway."""
+    found, apart = {}, {t.untyped_storage().data_ptr() for t in apart}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage  # alive, so that no other one gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = fn()
+    del y
+    return sum(storage.nbytes() for place, storage in found.items() if place not in apart)
 
 
 def pooled(y):
@@ -59,9 +89,9 @@ class Case:
         right = self.expected(outputs["y"])
         return Results(outputs, {name: right[name] for name in outputs})
 
-    def ours(self, mean, var, x, weight=None, bias=None, residual=None):
+    def ours(self, mean, var, x, weight=None, bias=None, residual=None, **others):
         options = {"activation": self.activation, "training": self.training, "momentum": MOMENTUM}
-        return batch_norm_act(x, mean, var, weight, bias, residual, **options)
+        return batch_norm_act(x, mean, var, weight, bias, residual, **options, **others)
 
     def eager(self, mean, var, x, weight=None, bias=None, residual=None):
         v = F.batch_norm(x, mean, var, weight, bias, self.training, MOMENTUM)
@@ -133,38 +163,45 @@ class Case:
         """The same for the call with a max-pool, which takes exactly the values that the call
         without it gives. Without a residual."""
         checked = set()
-        tensors = [t for t in (self.x, self.weight, self.bias) if t is not None]
+        eager = self._pool_results(self.eager)
         for choice in ({}, *self.implementations(max_pool=True)):
-            x, *others = learned = [t.detach().requires_grad_() for t in tensors]
-            parameters = dict(zip(self._parameter_names(), others, strict=True))
-            options = {"activation": self.activation, "training": self.training, **parameters}
-
-            def call(x=x, options=options, **more):
-                statistics = self.running_mean.clone(), self.running_var.clone()
-                return batch_norm_act(x, *statistics, **options, **more)
-
             with fusewise.implementation(**choice), declines_dy(choice):
-                y, again = call(max_pool=True), call(max_pool=True)
-                dy = torch.randn_like(y)
-                found = torch.autograd.grad(y, learned, dy)
-                for one, other in zip(found, torch.autograd.grad(again, learned, dy), strict=True):
-                    assert same_bits(one, other), f"{choice} in a rerun"
-                u = call()
-                assert_near(y, pooled(u), 2)
-                # Gradients of a pixel's windows are added before they are rounded. Where rounding
-                # decides which value is taken, the gradients differ.
-                if torch.equal(y, pooled(u)):
-                    wide = u.detach().to(accumulator(u.dtype)).requires_grad_()
-                    (du,) = torch.autograd.grad(pooled(wide), wide, dy.to(wide.dtype))
-                    right = torch.autograd.grad(u, learned, du.to(u.dtype))
-                    for one, other in zip(found, right, strict=True):
-                        assert_near(one, other, 64)
+                first, second = (self._pool_results(self.ours, max_pool=True) for _ in range(2))
+                for name, output in first.outputs.items():
+                    assert same_bits(output, second.outputs[name]), f"{choice}: {name} in a rerun"
+                assert_right(first, eager)
                 checked.update(choice.values())
         assert checked, "no implementation could be forced"
         return checked
 
-    def _parameter_names(self):
-        return [name for name in ("weight", "bias") if getattr(self, name) is not None]
+    def _pool_results(self, fn, **fused) -> Results:
+        """The gradients of the max-pool of a call, given its decisions. `fused`: the option that
+        puts the max-pool into the call."""
+        names = ("x", "weight", "bias")
+        tensors = {name: getattr(self, name) for name in names}
+        tensors = {n: t.detach().requires_grad_() for n, t in tensors.items() if t is not None}
+
+        def call(**options):
+            return fn(self.running_mean.clone(), self.running_var.clone(), **tensors, **options)
+
+        u = call().detach()
+        if fused:
+            y = call(**fused)
+            pixels = pooled_pixels(y.grad_fn.saved_tensors[-1], self.x)
+        else:
+            y, pixels = F.max_pool2d(call(), 3, 2, 1, return_indices=True)
+        assert_near(y, pooled(u), 2)
+        dy = self.dy[..., ::2, ::2].clone()
+        found = torch.autograd.grad(y, list(tensors.values()), dy)
+        outputs = {f"d{name}": t for name, t in zip(tensors, found, strict=True)}
+        du = torch.zeros(u.shape, dtype=torch.float64, device=u.device).flatten(-2)
+        du = du.scatter_add(-1, pixels.flatten(-2), dy.double().flatten(-2)).view(u.shape)
+        # The gradients of a pixel's windows are added before they are rounded. Torch and our
+        # kernels for the CPU then round the sum to x's dtype; ours for the GPU do not.
+        if not fused or u.is_cpu:
+            du = du.to(u.dtype)
+        right = replace(self, dy=du, residual=None).expected(u)
+        return Results(outputs, {name: right[name] for name in outputs})
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusewise
+from batch_norm_reference import ACTIVATIONS, kept_bytes, pooled
 from fusewise import _ops
 from fusewise.functional import batch_norm_act
 from fusewise.nn import BatchNormAct2d
@@ -104,6 +105,42 @@ def test_export(device, training):
     torch.testing.assert_close(exported(other), eager(other))
     for name, value in eager.named_buffers():
         torch.testing.assert_close(dict(exported.named_buffers())[name], value)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("adds", [False, True], ids=["", "add"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_kept_for_backward(device, activation, adds, layout):
+    """x and the statistics; with a residual also a bit per value, or the residual itself. Torch
+    keeps what it gives the activation, or the result."""
+    theirs = nn.BatchNorm2d(8, device=device)
+    ours = BatchNormAct2d.from_batch_norm(theirs, activation)
+    x, residual = (torch.randn(4, 8, 6, 6, device=device).to(memory_format=layout) for _ in "xr")
+    x, residual = x.requires_grad_(), residual.requires_grad_() if adds else None
+
+    def eager():
+        v = theirs(x)
+        if adds:
+            v += residual
+        inplace = {} if activation == "identity" else {"inplace": True}
+        return ACTIVATIONS[activation](v, **inplace)
+
+    known = (*theirs.parameters(), *theirs.buffers())
+    found = kept_bytes(lambda: ours(x, residual), known)
+    assert found <= kept_bytes(eager, known)
+    more = {"silu": x.nbytes, "hardswish": x.nbytes, "identity": 0}.get(activation, x.numel() // 8)
+    assert found == x.nbytes + 2 * 8 * 4 + adds * more
+
+
+def test_what_is_kept_for_the_backward_of_the_stem(device):
+    """x, the statistics and a byte per result."""
+    theirs = nn.BatchNorm2d(8, device=device)
+    ours = BatchNormAct2d.from_batch_norm(theirs, max_pool=True)
+    x = torch.randn(4, 8, 6, 6, device=device, requires_grad=True)
+    known = (*theirs.parameters(), *theirs.buffers())
+    found = kept_bytes(lambda: ours(x), known)
+    assert found == x.nbytes + 2 * 8 * 4 + x.numel() // 4
+    assert found < kept_bytes(lambda: pooled(F.relu(theirs(x), inplace=True)), known)
 
 
 def test_gradient_penalty(device):
@@ -234,6 +271,20 @@ def test_backward_reads_images_of_one_layout(
         with fusewise.implementation("torch"):
             y = batch_norm_act(x, None, None, residual=residual, **options)
         torch.testing.assert_close(found, torch.autograd.grad(y, inputs, dy))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_compile_with_a_residual(device, activation):
+    torch._dynamo.reset()
+    inputs = [torch.randn(3, 4, 5, 5, device=device, requires_grad=True) for _ in "xr"]
+
+    def loss(x, residual):
+        options = {"activation": activation, "training": True}
+        return batch_norm_act(x, None, None, residual=residual, **options).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, right = (torch.autograd.grad(fn(*inputs), inputs) for fn in (compiled, loss))
+    torch.testing.assert_close(found, right)
 
 
 def test_layouts_that_differ_when_compiled(device):

@@ -4,6 +4,7 @@ The checks repeat those of the C++ core, with the same messages, for callers tha
 core: tracing and torch.func. Sizes may be symbolic here.
 """
 
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -78,25 +79,54 @@ class Operator:
         self._read = [i for i, rule in enumerate(self.inputs) if rule.read]
         self.read_back = [*self._read, len(self.inputs)]
         """What backward receives: indices into the inputs followed by the saved tensor."""
-        self.all_inputs = (1 << len(self.inputs)) - 1
-        """Backward's `needed` if every input needs a gradient."""
         self.index = {rule.name: i for i, rule in enumerate(self.inputs)}
         """The inputs' places by name."""
         only_for = self.inputs[0].only_for
         self.first_is_for = self.index[only_for] if only_for else None
         """Index of the one input whose gradient needs the first input, if no other does."""
+        # Only what backward reads of the inputs, if forward writes some; -1 is an appended None.
+        self._kept = {
+            word: [
+                i if rule.read and (not rule.read_with or word in rule.read_with) else -1
+                for i, rule in enumerate(self.inputs)
+            ]
+            for word in (next(iter(self.choices.values())) if self.updates else ())
+        }
+        self._gradients = {}  # what `gradients` returned
         torch.library.register_fake(f"fusewise::_{name}")(self.fake_forward)
         torch.library.register_fake(f"fusewise::_{name}_backward")(self._fake_backward)
 
-    def kept(self, tensors, words) -> tuple[Tensor | None, ...]:
+    def kept(self, tensors, words):
         """The inputs that are kept for backward. If forward writes inputs, only those that backward
         reads; otherwise all, for a second backward."""
         if not self.updates:
             return tensors
-        return tuple(
-            tensor if rule.read and (not rule.read_with or words[0] in rule.read_with) else None
-            for rule, tensor in zip(self.inputs, tensors, strict=True)
-        )
+        tensors = (*tensors, None)
+        return [tensors[i] for i in self._kept[words[0]]]
+
+    def gradients(self, needed: tuple[bool, ...], passed_on: int | None):
+        """Backward's `needed`, and what takes the gradients for autograd from backward's results
+        followed by the incoming gradient, which is that of the input `passed_on`, and None.
+        `needed` begins with an argument that is no input."""
+        if torch.compiler.is_compiling():  # which would have to guard the cache
+            return self._new_gradients(needed, passed_on)
+        found = self._gradients.get((needed, passed_on))
+        if found is None:
+            found = self._gradients[needed, passed_on] = self._new_gradients(needed, passed_on)
+        return found
+
+    @staticmethod
+    def _new_gradients(needed, passed_on):
+        mask, count, places = 0, 0, []
+        for i, need in enumerate(needed, -1):
+            if not need:
+                places.append(-1)
+            elif i == passed_on:
+                places.append(-2)
+            else:
+                places.append(count)
+                mask, count = mask | 1 << i, count + 1
+        return mask, _taker(places)
 
     def wrong_type(self, tensors, words=()) -> TypeError | None:
         """A TypeError that names the first argument that is not a tensor or not a string, or None.
@@ -247,7 +277,7 @@ class Operator:
         for i, rule in enumerate(self.inputs):
             if not needed >> i & 1:
                 continue
-            tensor = named.get(rule.name)
+            tensor = named.get(rule.shape, named.get(rule.name))
             if tensor is None:
                 results.append(self._empty(rule, read, tensors, sizes))
             elif rule.layout == "dense":
@@ -277,6 +307,13 @@ class Operator:
         if rule.layout == "any" and len(shape) >= 4 and has_adjacent_channels(tensors[0]):
             return torch.empty_like(result.movedim(-3, -1).contiguous()).movedim(-1, -3)
         return result
+
+
+def _taker(places: list[int]):
+    """operator.itemgetter, which torch.compile cannot trace."""
+    if torch.compiler.is_compiling():
+        return lambda values: tuple([values[i] for i in places])
+    return itemgetter(*places)
 
 
 def _with_word(rules: list[TensorRule], words) -> list[TensorRule]:

@@ -132,13 +132,12 @@ class _Call(torch.autograd.Function):
     # backward too.
     @staticmethod
     def forward(ctx, call, *tensors):
-        function, words, flags, numbers, forced, _ = call
+        function, words, flags, numbers, forced, forced_backward = call
         operator = function.operator
         y, saved = operator.forward(*tensors, *words, *flags, *numbers, True, forced)
-        ctx.call = call
-        ctx.passed_on = function.passed_on(words, tensors)
-        if function.arranged is not None:
-            ctx.strides = tensors[0].stride()
+        strides = None if function.arranged is None else tensors[0].stride()
+        passed_on = function.passed_on(words, tensors)
+        ctx.call = function, words, flags, forced_backward, passed_on, strides
         reader = operator.first_is_for
         if reader is not None and not ctx.needs_input_grad[1 + reader]:
             first, *others = tensors
@@ -150,18 +149,16 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        function, words, flags, _, _, forced = ctx.call
+        function, words, flags, forced, passed_on, strides = ctx.call
         kept = ctx.saved_tensors  # the inputs, then the tensor that forward saved
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad
         operator = function.operator
         dy = gradient
-        if function.arranged is not None:
-            kept, dy = function.arranged(kept, gradient, ctx.strides)
+        if strides is not None:
+            kept, dy = function.arranged(kept, gradient, strides)
         if needs_graph():
-            return None, *function.formula_gradients(kept, words, flags, needed, gradient)
-        mask = operator.all_inputs
-        if not all(needed):
-            mask = sum(1 << i for i, need in enumerate(needed) if need and i != ctx.passed_on)
+            return None, *function.formula_gradients(kept, words, flags, needed[1:], gradient)
+        mask, for_autograd = operator.gradients(needed, passed_on)
         read = [kept[i] for i in operator.read_back]
         if read[0] is None:
             read[0] = kept[operator.first_is_for].new_empty(()).expand(ctx.first_shape)
@@ -169,17 +166,9 @@ class _Call(torch.autograd.Function):
             found = operator.backward(dy, *read, *words, *flags, mask, forced)
         except RuntimeError as error:
             if is_batched_gradient(gradient):  # torch cannot unbatch an operator with lists
-                return None, *function.formula_gradients(kept, words, flags, needed, gradient)
+                return None, *function.formula_gradients(kept, words, flags, needed[1:], gradient)
             raise _ops.rephrased(error, gradient=gradient) from None
-        if mask == operator.all_inputs:
-            return None, *found
-        found = iter(found)
-        if ctx.passed_on is None:
-            return None, *[next(found) if need else None for need in needed]
-        return None, *[
-            (gradient if i == ctx.passed_on else next(found)) if need else None
-            for i, need in enumerate(needed)
-        ]
+        return for_autograd((*found, gradient, None))
 
 
 _direct_apply = direct_apply(_Call)

@@ -69,7 +69,7 @@ def batch_norm_act(
         ValueError: In training with one value per channel, as torch does.
     """
     shared = is_shared(process_group) and training
-    if training and not shared and x.dim() >= 4 and x.shape[-4] * x.shape[-2] * x.shape[-1] == 1:
+    if training and not shared and _has_one_value(x.shape):
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
@@ -87,7 +87,16 @@ def batch_norm_act(
     return function(tensors, words, flags, numbers)
 
 
+def _has_one_value(shape: torch.Size) -> bool:
+    """Whether a channel of an image of this shape has one value."""
+    return len(shape) >= 4 and shape[-1] == 1 and shape[-4] * shape[-2] == 1
+
+
 class _NormFunction(Function):
+    def __init__(self, operator: _ops.Operator, formula):
+        super().__init__(operator, formula)
+        self._residual = operator.index.get("residual")
+
     def arguments(self, words, flags, numbers):
         return *words, *flags, *numbers
 
@@ -95,7 +104,7 @@ class _NormFunction(Function):
         """x in the layout that it had in forward: what forward saved is in the order of its memory,
         and hooks on saved tensors may change it. The other images follow, because the fast kernels
         take one layout, and the gradient of a global average pooling is expanded or NCHW."""
-        x, at = kept[0], self.operator.index.get("residual")
+        x, at = kept[0], self._residual
         residual = None if at is None else kept[at]
         follows = residual is None or residual.stride() == strides
         if follows and x.stride() == strides and gradient.stride() == strides:
@@ -113,15 +122,15 @@ class _NormFunction(Function):
 class _BatchNormFunction(_NormFunction):
     def passed_on(self, words, tensors):
         """dresidual is dy itself where nothing stands between them."""
-        residual, blanked = (self.operator.index[name] for name in ("residual", "blanked"))
-        plain = words[0] == "identity" and tensors[residual] is not None
-        return residual if plain and tensors[blanked] is None else None
+        if words[0] != "identity" or tensors[self._residual] is None:
+            return None
+        return self._residual if tensors[self.operator.index["blanked"]] is None else None
 
     def formula_gradients(self, kept, words, flags, needed, gradient):
         """Made from what forward kept, so that it can be differentiated again: in training the
         statistics depend on x, in inference they are constants."""
         *inputs, saved = kept
-        x, residual = inputs[0], self.operator.index["residual"]
+        x, residual = inputs[0], self._residual
         mean, inverse, rest = _unpacked(saved, x)
         passes = _in_order(_bits(rest, x.numel()).bool(), x, x.shape) if rest.numel() else None
         if needed[residual] and inputs[residual] is None:
@@ -142,9 +151,8 @@ class _PoolFunction(_NormFunction):
         """The same. The max-pool takes the values that forward chose."""
         *inputs, saved = kept
         x = inputs[0]
-        mean, inverse, rest = _unpacked(saved, x)
-        shape = torch.Size((*x.shape[:-2], (x.shape[-2] + 1) // 2, (x.shape[-1] + 1) // 2))
-        places = _places(_in_order(rest[: shape.numel()], x, shape), x)
+        mean, inverse, _ = _unpacked(saved, x)
+        places = pooled_pixels(saved, x)
 
         def formula(x, _, __, weight, bias, ___, blanked, ____):
             v = _affine(_normalized(x, mean, inverse, blanked, flags[0]), weight, bias, None)
@@ -164,10 +172,12 @@ def _normalized(x, mean, inverse, blanked, training):
     return (x - _wide(mean, x)) * _wide(inverse, x)
 
 
-def _places(choices: Tensor, x: Tensor) -> Tensor:
-    """For each output of the max-pool, the pixel that it took."""
-    h, w = (torch.arange(size, device=x.device) for size in choices.shape[-2:])
-    choices = choices.long()
+def pooled_pixels(saved: Tensor, x: Tensor) -> Tensor:
+    """For each output of the max-pool, the pixel of the image that it took."""
+    shape = torch.Size((*x.shape[:-2], (x.shape[-2] + 1) // 2, (x.shape[-1] + 1) // 2))
+    choices = _unpacked(saved, x)[2][: shape.numel()]
+    choices = _in_order(choices, x, shape).long()
+    h, w = (torch.arange(size, device=x.device) for size in shape[-2:])
     rows = 2 * h[:, None] - 1 + choices // 3
     return rows * x.shape[-1] + 2 * w - 1 + choices % 3
 

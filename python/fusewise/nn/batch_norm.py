@@ -127,12 +127,16 @@ class BatchNormAct2d(torch.nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         # torch.nn.BatchNorm2d uses the running statistics it has in eval mode only.
-        training = self.training or self.running_mean is None
-        tracks = self.training and self.track_running_stats
+        mean, var, tracked = self.running_mean, self.running_var, None
+        training = self.training or mean is None
+        if self.training and self.track_running_stats:
+            tracked = self.num_batches_tracked
+        elif training:
+            mean = var = None
         return functional.batch_norm_act(
             x,
-            self.running_mean if tracks or not training else None,
-            self.running_var if tracks or not training else None,
+            mean,
+            var,
             self.weight,
             self.bias,
             residual,
@@ -140,7 +144,7 @@ class BatchNormAct2d(torch.nn.Module):
             training=training,
             momentum=self.momentum,
             eps=self.eps,
-            num_batches_tracked=self.num_batches_tracked if tracks else None,
+            num_batches_tracked=tracked,
             max_pool=self.max_pool,
             process_group=self.process_group if self.training else None,
         )
