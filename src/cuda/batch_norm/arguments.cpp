@@ -74,6 +74,11 @@ BackwardNeeds needs_of(const BatchNormActBackward& call) {
   return {.sums = for_dx || others, .images = call.dx.defined() || call.dresidual.defined()};
 }
 
+bool reads_residual(const BatchNormActBackward& call) {
+  return call.residual.defined() && !call.passes.defined() &&
+         call.activation != Activation::identity;
+}
+
 bool has_adjacent_channels(const TensorView& x) {
   return dimension(x, 3) > 1 && x.strides[x.rank - 3] == 1;
 }

@@ -54,6 +54,8 @@ ForwardChannels channels_of(const BatchNormActForward& call);
 ForwardChannels channels_of(const BatchNormStatistics& call);
 BackwardChannels channels_of(const BatchNormActBackward& call);
 BackwardNeeds needs_of(const BatchNormActBackward& call);
+/// Whether dv depends on the residual's values. Bits may stand for them.
+bool reads_residual(const BatchNormActBackward& call);
 
 /// Whether the bits of `passes` are in the order S, N, H, W, C, not S, N, C, H, W.
 bool has_adjacent_channels(const TensorView& x);

@@ -203,21 +203,22 @@ __global__ void __launch_bounds__(kThreads)
     table.at(kShift, k) = value.shift;
   });
   const Held<T, 3> held(table, tile.lane);
-  int other = 0;
+  int other = 0, used = 0;  // slots of the residual
   constexpr int kAhead = kResidual ? kAheadResidual : kAheadForward;
   second_pass<kAhead>(
       tile.steps, slots,
       [&](int step, int slot, bool is_missing) {
         if (is_missing) copy(step, slot);
-        if constexpr (kResidual) {
-          copy_residual(step, other);  // it has just been used
-          other = others.after(other);
-        }
+        if constexpr (kResidual) copy_residual(step, used);
       },
       [&](int step, int slot) {
         Packed<T> values, added;
         values.load_shared(slots.vector(slot, 0));
-        if constexpr (kResidual) added.load_shared(others.vector(other, 0));
+        if constexpr (kResidual) {
+          added.load_shared(others.vector(other, 0));
+          used = other;
+          other = others.after(other);
+        }
         write_normalized<kResidual>(a, tile, held, tile.template unit<false>(step), values, added);
       });
 #endif
@@ -393,7 +394,7 @@ std::string resident_declines(const Context& context, const BatchNormActBackward
   std::string reason =
       dense_decline({&call.x, &call.dy, &call.dx, &call.dresidual}, call.passes.defined());
   if (!reason.empty()) return reason;
-  if (call.residual.defined() && !call.passes.defined()) return "it does not read the residual";
+  if (reads_residual(call)) return "it does not read the residual";
   if (reinterpret_cast<std::uintptr_t>(call.passes.data) % 4 != 0) {
     return "the bits of relu do not start on a 4-byte boundary";
   }

@@ -415,9 +415,7 @@ void two_pass_run(const Context& context, const BatchNormActBackward& call) {
                       .corrections = corrections.data(),
                       .activation = call.activation,
                       .streaming = p.streaming};
-  // Bits stand for the residual.
-  const bool reads_residual = call.residual.defined() && !call.passes.defined();
-  dispatch(call.x, reads_residual, [&]<typename T>(T, auto planar, auto residual) {
+  dispatch(call.x, reads_residual(call), [&]<typename T>(T, auto planar, auto residual) {
     if (needs.sums) {
       launch_kernel(p.first(3), "summing gradients", gradient_sums_kernel<T, planar(), residual()>,
                     p.cut, a, a.parts);
