@@ -331,7 +331,8 @@ def why_not_any_size(rows, sizes, dtypes):
     if dtypes == "fp64":
         return "it has no float64 kernels"
     if sizes is NARROW:
-        return f"'general' is faster for more than {4 * count} rows" if rows > 4 * count else ""
+        most = (4 if dtypes == "fp32" else 2) * count
+        return f"'general' is faster for more than {most} rows" if rows > most else ""
     rows_of_block = 1 if rows <= count else 2 if rows <= 2 * count else 4
     parameters, row = (413980, 8704) if sizes is WIDE else (586044, 5896)
     return (

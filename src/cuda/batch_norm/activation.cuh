@@ -62,8 +62,24 @@ template <Activation kValue>
 struct ActivationTag {
   static constexpr Activation kKind = kValue;
 };
-template <typename Body>
+/// The activations that a kernel can be called with. Few make it shorter: its code is not in the
+/// caches when it starts.
+enum class Kinds { all, piecewise, smooth };
+constexpr Kinds kinds_of(Activation activation) {
+  const bool smooth = activation == Activation::silu || activation == Activation::hardswish;
+  return smooth ? Kinds::smooth : Kinds::piecewise;
+}
+template <Kinds kKinds, typename Body>
 __device__ __forceinline__ void with_activation(Activation kind, Body body) {
+  if constexpr (kKinds == Kinds::smooth) {
+    if (kind == Activation::silu) return body(ActivationTag<Activation::silu>{});
+    return body(ActivationTag<Activation::hardswish>{});
+  }
+  if constexpr (kKinds == Kinds::piecewise) {
+    if (kind == Activation::relu) return body(ActivationTag<Activation::relu>{});
+    if (kind == Activation::relu6) return body(ActivationTag<Activation::relu6>{});
+    return;
+  }
   switch (kind) {
     case Activation::relu:
       return body(ActivationTag<Activation::relu>{});
@@ -78,19 +94,19 @@ __device__ __forceinline__ void with_activation(Activation kind, Body body) {
   }
 }
 
-template <typename T, int kCount, typename A>
+template <typename T, Kinds kKinds = Kinds::all, int kCount, typename A>
 __device__ __forceinline__ void activate_all(Activation kind, A (&v)[kCount]) {
-  with_activation(kind, [&](auto tag) {
+  with_activation<kKinds>(kind, [&](auto tag) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) v[k] = act<decltype(tag)::kKind, T>(v[k]);
   });
 }
 
 /// d becomes the gradient before the activation.
-template <typename T, int kCount, typename A>
+template <typename T, Kinds kKinds = Kinds::all, int kCount, typename A>
 __device__ __forceinline__ void differentiate_all(Activation kind, const A (&v)[kCount],
                                                   A (&d)[kCount]) {
-  with_activation(kind, [&](auto tag) {
+  with_activation<kKinds>(kind, [&](auto tag) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) d[k] = act_gradient<decltype(tag)::kKind, T>(v[k], d[k]);
   });

@@ -22,10 +22,11 @@ namespace fusewise::cuda {
 namespace {
 
 /// Steps that copies run ahead of their use: 48 KB per SM and more.
-constexpr int kAheadForward = 10, kAheadResidual = 5, kAheadBackward = 6;
+constexpr int kAheadForward = 8, kAheadResidual = 4, kAheadBackward = 5;
 /// Shared memory of a block. There is one block per SM.
 constexpr std::size_t kSharedBytes = 200 << 10;
-constexpr int kMostLanes = 64;
+constexpr int kThreads = 512;
+constexpr int kMostLanes = kThreads / 8;  // a thread for each channel of a tile
 
 /// A thread's own vectors in shared memory, for the last `count` of its steps. Nobody else uses
 /// them, so they need no barriers.
@@ -85,6 +86,9 @@ __device__ __forceinline__ void second_pass(int steps, const Slot& slots, Copy c
   }
 }
 
+/// NaN stays NaN.
+__device__ __forceinline__ double above_0(double value) { return value < 0 ? 0.0 : value; }
+
 /// The sums of all slabs, [S, slabs, 2, C].
 __device__ __forceinline__ float* sums_of(float* sums, const Cut& cut, int stream, int slab) {
   return sums + (static_cast<Index>(stream) * cut.slabs + slab) * 2 * cut.channels;
@@ -132,13 +136,13 @@ __host__ __device__ constexpr int combine_doubles(int width) {
 /// Bytes of shared memory before the slots: the table, and the sums over the block, where later the
 /// slabs are combined.
 __host__ __device__ constexpr int head_bytes(int rows, int width, int vector) {
-  const int sums = sum_floats(width, vector) * static_cast<int>(sizeof(float));
+  const int sums = sum_floats(kThreads, width, vector) * static_cast<int>(sizeof(float));
   const int combined = combine_doubles(width) * static_cast<int>(sizeof(double));
   const int table = table_floats(rows, width) * static_cast<int>(sizeof(float));
   return (table + (sums > combined ? sums : combined) + 15) / 16 * 16;
 }
 
-template <typename T, bool kResidual>
+template <typename T, Kinds kKinds, bool kResidual>
 __global__ void __launch_bounds__(kThreads)
     forward_kernel(const __grid_constant__ Cut cut, const __grid_constant__ NormalizeArguments a,
                    float* sums, int slot_count) {
@@ -177,6 +181,7 @@ __global__ void __launch_bounds__(kThreads)
     own[cut.channels + k] = total_squares;
   });
   tile.count_call(a.channels.advanced());
+  const double count = tile.count(0, cut.units), share = count > 0 ? 1 / count : 0.0;
   const T* residual = static_cast<const T*>(a.residual);
   const auto copy_residual = [&](int step, int slot) {
     copy_vector(others.vector(slot, 0), residual + tile.offset(tile.template unit<false>(step)));
@@ -190,14 +195,14 @@ __global__ void __launch_bounds__(kThreads)
   }
   cooperative_groups::this_grid().sync();
 
-  const double count = tile.count(0, cut.units);
-  const long long calls = calls_of(a.channels.counter, tile.stream);
+  double mean = 0, variance = 0;  // of this thread's channel
+  const auto finish = [&](int k, long long calls, bool write) {
+    return finish_channel<T>(a.channels, tile.channel(k), count, mean, variance, calls, write);
+  };
   combine_slabs(tile, sums, reinterpret_cast<double*>(work), [&](int k, double d, double dd) {
-    const Moments all{count, d, dd};
-    const double variance = count > 0 ? all.central() / count : 0.0;
-    const Coefficients<float> value =
-        finish_channel<T>(a.channels, tile.channel(k), count, all.mean(table.at(kMean, k)),
-                          variance, calls, tile.slab == 0);
+    mean = static_cast<double>(table.at(kMean, k)) + d * share;
+    variance = above_0(dd - d * d * share) * share;
+    const Coefficients<float> value = finish(k, 1, false);
     table.at(kMean, k) = value.mean;
     table.at(kScale, k) = value.scale;
     table.at(kShift, k) = value.shift;
@@ -219,12 +224,17 @@ __global__ void __launch_bounds__(kThreads)
           used = other;
           other = others.after(other);
         }
-        write_normalized<kResidual>(a, tile, held, tile.template unit<false>(step), values, added);
+        write_normalized<kResidual, kKinds>(a, tile, held, tile.template unit<false>(step), values,
+                                            added);
       });
+  // Last, because nobody waits for it. A tile has no more channels than a block has threads.
+  if (tile.slab == 0 && static_cast<int>(threadIdx.x) < tile.width) {
+    finish(threadIdx.x, calls_of(a.channels.counter, tile.stream), true);
+  }
 #endif
 }
 
-template <typename T>
+template <typename T, Kinds kKinds>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const __grid_constant__ Cut cut, const __grid_constant__ GradientArguments a,
                     float* sums, int slot_count) {
@@ -247,7 +257,7 @@ __global__ void __launch_bounds__(kThreads)
     copy_word(slots.bits(slot), a.passes + word, min(Index{4}, bit_bytes - word));
   };
   const auto get = [&](int step, int slot) {
-    GradientVectors<T, false> vectors;
+    GradientVectors<T, false, kKinds> vectors;
     vectors.dy.load_shared(slots.vector(slot, 0));
     vectors.x.load_shared(slots.vector(slot, 1));
     if (a.passes != nullptr) {
@@ -376,6 +386,17 @@ Launch launch_of(const Context& context, const TensorView& x, const Plan& plan) 
           .cooperative = true};
 }
 
+/// Calls body(T, kinds) with a value of x's type and a constant of Kinds.
+template <typename Call, typename Body>
+void dispatch(const Call& call, Body&& body) {
+  dispatch_short_dtype(call.x.dtype, [&]<typename T>(T) {
+    if (kinds_of(call.activation) == Kinds::smooth) {
+      return body(T{}, std::integral_constant<Kinds, Kinds::smooth>{});
+    }
+    body(T{}, std::integral_constant<Kinds, Kinds::piecewise>{});
+  });
+}
+
 /// Memory for the sums of all slabs.
 Scratch<float> sums_memory(const Context& context, const TensorView& x, const Cut& cut) {
   return Scratch<float>(context, streams_of(x) * cut.slabs * 2 * cut.channels);
@@ -415,8 +436,9 @@ void resident_run(const Context& context, const BatchNormActForward& call) {
                              .coefficients = nullptr,
                              .activation = call.activation,
                              .streaming = false};
-  dispatch_short_dtype(call.x.dtype, [&]<typename T>(T) {
-    auto* kernel = call.residual.defined() ? forward_kernel<T, true> : forward_kernel<T, false>;
+  dispatch(call, [&]<typename T>(T, auto kinds) {
+    auto* kernel = call.residual.defined() ? forward_kernel<T, kinds(), true>
+                                           : forward_kernel<T, kinds(), false>;
     launch_kernel(launch_of(context, call.x, p), "normalizing", kernel, p.cut, a, sums.data(),
                   p.slots);
   });
@@ -436,9 +458,9 @@ void resident_run(const Context& context, const BatchNormActBackward& call) {
                             .corrections = nullptr,
                             .activation = call.activation,
                             .streaming = false};
-  dispatch_short_dtype(call.x.dtype, [&]<typename T>(T) {
-    launch_kernel(launch_of(context, call.x, p), "computing gradients", backward_kernel<T>, p.cut,
-                  a, sums.data(), p.slots);
+  dispatch(call, [&]<typename T>(T, auto kinds) {
+    launch_kernel(launch_of(context, call.x, p), "computing gradients", backward_kernel<T, kinds()>,
+                  p.cut, a, sums.data(), p.slots);
   });
 }
 

@@ -12,8 +12,6 @@
 
 namespace fusewise::cuda {
 
-inline constexpr int kThreads = 384;
-
 /// How images are cut into blocks. A unit is a vector of each of `lanes` groups of channels: a
 /// pixel's in channels-last images, a vector of pixels of one channel in NCHW images. A block has a
 /// slab of units of one stream.
@@ -64,7 +62,7 @@ struct Tile {
     first = kPlanar ? tile : tile * cut.lanes * kVector;
     width = kPlanar ? 1 : min(cut.lanes * kVector, cut.channels - first);
     lanes = kPlanar ? 1 : width / kVector;
-    strands = kThreads / lanes;
+    strands = static_cast<int>(blockDim.x) / lanes;
     strand = threadIdx.x / lanes;
     lane = threadIdx.x - strand * lanes;
     begin = slab * cut.per_slab;
@@ -199,7 +197,7 @@ __device__ __forceinline__ void sum_over_block(const Tile<T, kPlanar>& tile,
   const int width = 2 * tile.width;
   int rows = tile.strands;
   if constexpr (kPlanar) {
-    rows = kThreads / 32;
+    rows = static_cast<int>(blockDim.x) / 32;
 #pragma unroll
     for (int k = 1; k < kVector; ++k) {
       first[0] += first[k];
@@ -223,16 +221,16 @@ __device__ __forceinline__ void sum_over_block(const Tile<T, kPlanar>& tile,
   }
   __syncthreads();
   float* const scratch = shared + rows * width;
-  float* const totals = scratch + max(kThreads, width);
+  float* const totals = scratch + max(static_cast<int>(blockDim.x), width);
   block_sum_rows(shared, rows, width, scratch, [&](int k, float sum) { totals[k] = sum; });
-  for (int k = threadIdx.x; k < tile.width; k += kThreads) {
+  for (int k = threadIdx.x; k < tile.width; k += blockDim.x) {
     finish(k, totals[k], totals[tile.width + k]);
   }
   __syncthreads();
 }
 /// For the widest tile: all rows of all threads, the scratch of block_sum_rows, and the totals.
-__host__ __device__ constexpr int sum_floats(int width, int vector) {
-  return 2 * kThreads * vector + (kThreads > 2 * width ? kThreads : 2 * width) + 2 * width;
+__host__ __device__ constexpr int sum_floats(int threads, int width, int vector) {
+  return 2 * threads * vector + (threads > 2 * width ? threads : 2 * width) + 2 * width;
 }
 
 }  // namespace fusewise::cuda

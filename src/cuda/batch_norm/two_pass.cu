@@ -19,7 +19,7 @@ namespace fusewise::cuda {
 namespace {
 
 /// Two blocks fill the registers of an SM: 80 per thread.
-constexpr int kBlocks = 2;
+constexpr int kThreads = 384, kBlocks = 2;
 /// Vectors that a thread has in flight: 48 KB per SM and more.
 constexpr int kInFlight = 4;
 /// A block of channels that has at most so many parts combines them itself. Otherwise a kernel
@@ -306,7 +306,7 @@ struct Passes {
   bool combines() const { return Index{cut.slabs} * width <= kMostOwnParts; }
   Launch first(int rows) const {
     return {context, cut.blocks(streams), kThreads,
-            sizeof(float) * (table_floats(rows, width) + sum_floats(width, vector))};
+            sizeof(float) * (table_floats(rows, width) + sum_floats(kThreads, width, vector))};
   }
   /// `follows`: it comes after a kernel of this call. Otherwise it must not load before the kernel
   /// that writes its input is done.

@@ -76,7 +76,7 @@ struct NormalizeArguments {
 };
 
 /// Computes and stores y and the bits of a unit. `table`: a Table or Held.
-template <bool kResidual, typename T, bool kPlanar, typename Values>
+template <bool kResidual, Kinds kKinds = Kinds::all, typename T, bool kPlanar, typename Values>
 __device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
                                                  const Tile<T, kPlanar>& tile, const Values& table,
                                                  unsigned unit, const Packed<T>& x,
@@ -108,7 +108,7 @@ __device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
       a.passes[at / 8] = static_cast<unsigned char>(bits);
     }
   }
-  activate_all<T>(a.activation, v);
+  activate_all<T, kKinds>(a.activation, v);
 #pragma unroll
   for (int k = 0; k < kVector; ++k) v[k] = blank ? 0.0f : v[k];
   Packed<T> y;
@@ -130,7 +130,7 @@ struct GradientArguments {
 };
 
 /// The vectors of a unit that dv depends on.
-template <typename T, bool kResidual>
+template <typename T, bool kResidual, Kinds kKinds = Kinds::all>
 struct GradientVectors {
   static constexpr int kVector = Vector<T>::kSize;
   Packed<T> dy, x, residual;  // the residual only if kResidual
@@ -166,7 +166,7 @@ struct GradientVectors {
 #pragma unroll
       for (int k = 0; k < kVector; ++k) v[k] += mean[k];
     }
-    differentiate_all<T>(a.activation, v, d);
+    differentiate_all<T, kKinds>(a.activation, v, d);
   }
 };
 
@@ -182,10 +182,10 @@ __device__ __forceinline__ float fill_saved(const Tile<T, kPlanar>& tile,
 }
 
 /// Adds dv and dv * (x - mean) of a vector.
-template <typename T, bool kResidual, int kVector, typename Values>
+template <typename T, bool kResidual, Kinds kKinds, int kVector, typename Values>
 __device__ __forceinline__ void add_gradients(const GradientArguments& a, const Values& table,
                                               int lane,
-                                              const GradientVectors<T, kResidual>& vectors,
+                                              const GradientVectors<T, kResidual, kKinds>& vectors,
                                               float (&sum)[kVector], float (&products)[kVector]) {
   float d[kVector], centred[kVector];
   vectors.gradient(a, table, lane, d, centred);
@@ -197,11 +197,10 @@ __device__ __forceinline__ void add_gradients(const GradientArguments& a, const 
 }
 
 /// Computes and stores dx and dresidual of a unit.
-template <typename T, bool kPlanar, bool kResidual, typename Values>
-__device__ __forceinline__ void write_gradients(const GradientArguments& a,
-                                                const Tile<T, kPlanar>& tile, const Values& table,
-                                                unsigned unit,
-                                                const GradientVectors<T, kResidual>& vectors) {
+template <typename T, bool kPlanar, bool kResidual, Kinds kKinds, typename Values>
+__device__ __forceinline__ void write_gradients(
+    const GradientArguments& a, const Tile<T, kPlanar>& tile, const Values& table, unsigned unit,
+    const GradientVectors<T, kResidual, kKinds>& vectors) {
   constexpr int kVector = Vector<T>::kSize;
   const Index at = tile.offset(unit);
   float d[kVector], centred[kVector];

@@ -66,15 +66,15 @@ TEST(AutoencoderSelection, BackwardChoosesTheListedKernels) {
 
 TEST(AutoencoderSelection, OtherSizesHaveKernelsForFewRowsAndForMany) {
   for (const char* kind : {"f32", "tf32", "bf16", "f64"}) {
-    for (const int rows : {1, 528, 529, 100000}) {
+    for (const int rows : {1, 264, 265, 528, 529, 100000}) {
       for (const cuda::AutoencoderSizes& sizes : {cuda::AutoencoderSizes{rows, 63, 5, 32, 64},
                                                   {rows, 80, 5, 32, 64},
                                                   {rows, 64, 5, 33, 64},
                                                   {rows, 64, 5, 32, 65},
                                                   {rows, 7, 2, 48, 2}}) {
-        const bool few = rows <= 528 && std::string("f64") != kind;
+        const int most = std::string("f64") == kind ? 0 : std::string("bf16") == kind ? 264 : 528;
         EXPECT_EQ(chosen<Forward>("H200", sizes, kind, "out projection"),
-                  few ? "any_size" : "general");
+                  rows <= most ? "any_size" : "general");
         EXPECT_EQ(chosen<Backward>("H200", sizes, kind, kAll), "general");
       }
     }
@@ -181,6 +181,8 @@ TEST(AutoencoderSelection, ReasonsToYieldHaveTheNumbers) {
             "tensor cores are faster for more than 528 rows");
   EXPECT_EQ(forward("any_size", {529, 40, 5, 32, 64}, "f32"),
             "'general' is faster for more than 528 rows");
+  EXPECT_EQ(forward("any_size", {265, 40, 5, 32, 64}, "bf16"),
+            "'general' is faster for more than 264 rows");
   EXPECT_EQ(forward("many_rows", {4224, 64, 5, 32, 64}, "f32"),
             "'block16' is faster for up to 4224 rows");
   EXPECT_EQ(
