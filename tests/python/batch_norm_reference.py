@@ -80,14 +80,19 @@ class Case:
         """The outputs of a call and what they should be, given its decisions."""
         names = ("x", "weight", "bias", "residual")
         tensors = {name: getattr(self, name) for name in names}
-        tensors = {n: t.detach().requires_grad_() for n, t in tensors.items() if t is not None}
+        own = self._of(fn)
+        tensors = {n: own(t).requires_grad_() for n, t in tensors.items() if t is not None}
         mean, var = self.running_mean.clone(), self.running_var.clone()
         y = (fn or self.ours)(mean, var, **tensors)
-        found = torch.autograd.grad(y, list(tensors.values()), self.dy)
+        found = torch.autograd.grad(y, list(tensors.values()), own(self.dy))
         outputs = {"y": y.detach(), "running_mean": mean, "running_var": var}
         outputs |= {f"d{name}": t for name, t in zip(tensors, found, strict=True)}
         right = self.expected(outputs["y"])
         return Results(outputs, {name: right[name] for name in outputs})
+
+    def _of(self, fn):
+        """What a function gets of a tensor: torch a copy, because cuDNN needs aligned images."""
+        return lambda t: t.detach().clone() if fn == self.eager else t.detach()
 
     def ours(self, mean, var, x, weight=None, bias=None, residual=None, **others):
         options = {"activation": self.activation, "training": self.training, "momentum": MOMENTUM}
@@ -181,7 +186,8 @@ class Case:
         puts the max-pool into the call."""
         names = ("x", "weight", "bias")
         tensors = {name: getattr(self, name) for name in names}
-        tensors = {n: t.detach().requires_grad_() for n, t in tensors.items() if t is not None}
+        own = self._of(fn)
+        tensors = {n: own(t).requires_grad_() for n, t in tensors.items() if t is not None}
 
         def call(**options):
             return fn(self.running_mean.clone(), self.running_var.clone(), **tensors, **options)

@@ -86,6 +86,26 @@ __device__ __forceinline__ void second_pass(int steps, const Slot& slots, Copy c
   }
 }
 
+/// Two sums of each channel of a thread. Long sums in float32 lose digits, so every few steps they
+/// move on into totals.
+template <int kVector>
+struct LongSums {
+  float first[kVector] = {}, second[kVector] = {};
+  float first_total[kVector] = {}, second_total[kVector] = {};
+
+  __device__ __forceinline__ void move_on() {
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      first_total[k] += first[k];
+      second_total[k] += second[k];
+      first[k] = second[k] = 0;
+    }
+  }
+  __device__ __forceinline__ void end_step(int step) {
+    if (step % 16 == 15) move_on();
+  }
+};
+
 /// NaN stays NaN.
 __device__ __forceinline__ double above_0(double value) { return value < 0 ? 0.0 : value; }
 
@@ -167,19 +187,23 @@ __global__ void __launch_bounds__(kThreads)
   }
   fill_shifts(tile, x, table, 0, cut.units);  // where the means will be
   __syncthreads();
-  float shift[kVector], sum[kVector] = {}, squares[kVector] = {};
+  float shift[kVector];
+  LongSums<kVector> own_sums;
   table.get(kMean, tile.lane, shift);
   first_pass<kAheadForward>(tile.steps, slots, copy, [&](int step, int slot) {
     if (tile.is_blank(tile.template unit<false>(step))) return;
     Packed<T> values;
     values.load_shared(slots.vector(slot, 0));
-    add_moments(values, shift, sum, squares);
+    add_moments(values, shift, own_sums.first, own_sums.second);
+    own_sums.end_step(step);
   });
+  own_sums.move_on();
   float* const own = sums_of(sums, cut, tile.stream, tile.slab) + tile.first;
-  sum_over_block(tile, sum, squares, work, [&](int k, float total, float total_squares) {
-    own[k] = total;
-    own[cut.channels + k] = total_squares;
-  });
+  sum_over_block(tile, own_sums.first_total, own_sums.second_total, work,
+                 [&](int k, float total, float total_squares) {
+                   own[k] = total;
+                   own[cut.channels + k] = total_squares;
+                 });
   tile.count_call(a.channels.advanced());
   const double count = tile.count(0, cut.units), share = count > 0 ? 1 / count : 0.0;
   const T* residual = static_cast<const T*>(a.residual);
@@ -273,17 +297,20 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (int k = threadIdx.x; k < tile.width; k += kThreads) fill_saved(tile, table, a.channels, k);
   __syncthreads();
-  float sum[kVector] = {}, products[kVector] = {};
+  LongSums<kVector> own_sums;
   const Held<T, 3> saved(table, tile.lane);
   first_pass<kAheadBackward>(tile.steps, slots, copy, [&](int step, int slot) {
     if (tile.is_blank(tile.template unit<false>(step))) return;
-    add_gradients(a, saved, tile.lane, get(step, slot), sum, products);
+    add_gradients(a, saved, tile.lane, get(step, slot), own_sums.first, own_sums.second);
+    own_sums.end_step(step);
   });
+  own_sums.move_on();
   float* const own = sums_of(sums, cut, tile.stream, tile.slab) + tile.first;
-  sum_over_block(tile, sum, products, work, [&](int k, float dv, float dvx) {
-    own[k] = dv;
-    own[cut.channels + k] = dvx;
-  });
+  sum_over_block(tile, own_sums.first_total, own_sums.second_total, work,
+                 [&](int k, float dv, float dvx) {
+                   own[k] = dv;
+                   own[cut.channels + k] = dvx;
+                 });
   cooperative_groups::this_grid().sync();
 
   const double count = tile.count(0, cut.units);
