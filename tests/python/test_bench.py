@@ -90,6 +90,27 @@ def test_the_check_sees_wrong_values():
     assert not passes([eager[0][:1], *eager[1:]])
 
 
+def test_what_eager_rounds_before_relu_is_no_mistake():
+    """BatchNorm in bfloat16 with a residual: eager rounds the norm before it adds."""
+    family = FAMILIES["batch_norm_act"]
+    case = dataclasses.replace(
+        family.tiny,
+        shape=(8, 16, 12, 12),
+        dtype_name="bfloat16",
+        extra={"activation": "relu", "residual": "add"},
+    )
+    workload = family.build(case, "cpu", 1)
+    verification = Verification(family, case, workload)
+    (y,) = caller(workload.functions["eager"], workload, FORWARD)(0)
+
+    def check(output, name):
+        return verification.check(lambda _: (output,), FORWARD, name)
+
+    assert check(y, "eager").passed
+    assert "wrong side of relu's kink" in str(check(y, "compile"))
+    assert not check(y * 1.1, "eager").passed
+
+
 def test_a_run_writes_results_without_paths(tmp_path, capsys):
     assert cli.main([*FAST, "--out", str(tmp_path)]) == 0
     text = (tmp_path / "results.json").read_text()

@@ -279,7 +279,7 @@ def _check(family, case, workload, by_mode, progress) -> dict[str, dict]:
                     call(0)
                     checks[mode][name] = None
                     continue
-                check = verification.check(call, mode)
+                check = verification.check(call, mode, name)
             except Exception as error:  # note in the row that this baseline cannot run, and go on
                 if _out_of_memory(error):
                     raise

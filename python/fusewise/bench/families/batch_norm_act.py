@@ -199,6 +199,7 @@ FAMILY = Family(
     traffic=traffic,
     operations=operations,
     given=given,
+    eager_rounds_between=True,  # the norm, before it adds the residual
     tiny=Case(
         "batch_norm_act",
         "tiny",

@@ -126,6 +126,9 @@ class Family:
     """Its own baselines, in addition to those of all families."""
     modes: Callable[[Case], tuple[str, ...]] = both_modes
     """The modes in which a case is measured."""
+    eager_rounds_between: bool = False
+    """Whether eager rounds an intermediate result before relu. Then relu may decide otherwise than
+    with exact arithmetic, which is no mistake of eager's."""
     given: Callable[[Case, Workload, Results, list[Tensor]], Results] | None = None
     """Adapts the expected results to a call's own decisions at relu's kink.
 
