@@ -191,10 +191,11 @@ __global__ void __launch_bounds__(kThreads)
   LongSums<kVector> own_sums;
   table.get(kMean, tile.lane, shift);
   first_pass<kAheadForward>(tile.steps, slots, copy, [&](int step, int slot) {
-    if (tile.is_blank(tile.template unit<false>(step))) return;
-    Packed<T> values;
-    values.load_shared(slots.vector(slot, 0));
-    add_moments(values, shift, own_sums.first, own_sums.second);
+    if (!tile.is_blank(tile.template unit<false>(step))) {
+      Packed<T> values;
+      values.load_shared(slots.vector(slot, 0));
+      add_moments(values, shift, own_sums.first, own_sums.second);
+    }
     own_sums.end_step(step);
   });
   own_sums.move_on();
@@ -300,8 +301,9 @@ __global__ void __launch_bounds__(kThreads)
   LongSums<kVector> own_sums;
   const Held<T, 3> saved(table, tile.lane);
   first_pass<kAheadBackward>(tile.steps, slots, copy, [&](int step, int slot) {
-    if (tile.is_blank(tile.template unit<false>(step))) return;
-    add_gradients(a, saved, tile.lane, get(step, slot), own_sums.first, own_sums.second);
+    if (!tile.is_blank(tile.template unit<false>(step))) {
+      add_gradients(a, saved, tile.lane, get(step, slot), own_sums.first, own_sums.second);
+    }
     own_sums.end_step(step);
   });
   own_sums.move_on();
