@@ -67,7 +67,7 @@ def counted_case(name, dtype="float32", **changes):
 
 
 def test_every_family_is_counted():
-    assert COUNTED.keys() == FAMILIES.keys()
+    assert COUNTED.keys() | {"batch_norm_act"} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -78,6 +78,25 @@ def test_floors_by_hand(name, dtype, size):
         expected = Traffic(size * data, size * weights, size * again)
         assert FAMILIES[name].traffic(case, mode) == expected
         assert FAMILIES[name].operations(case, mode) == operations
+
+
+@pytest.mark.parametrize("dtype, size, wide", [("float32", 4, 4), ("bfloat16", 2, 4)])
+def test_floors_of_batch_norm(dtype, size, wide):
+    """An image has 120 elements, each of the four parameters 3, in float32 beside half."""
+    family, weights = FAMILIES["batch_norm_act"], 4 * 3 * wide
+    for activation, residual, images, operations in (
+        ("relu", "none", (2, 4), (6, 13)),  # x, y; dy, dx
+        ("relu", "add", (3, 6), (7, 14)),  # the residual and its gradient
+        ("identity", "add", (3, 5), (7, 14)),  # the residual's gradient is dy
+    ):
+        extra = {"activation": activation, "residual": residual}
+        case = Case("batch_norm_act", "", (2, 3, 4, 5), dtype, extra=extra)
+        image = 120 * size
+        assert family.traffic(case, FORWARD) == Traffic(images[0] * image, weights)
+        expected = Traffic(images[1] * image + weights, weights, image + weights)
+        assert family.traffic(case, BOTH) == expected
+        assert family.operations(case, FORWARD) == 120 * operations[0]
+        assert family.operations(case, BOTH) == 120 * operations[1]
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,13 @@ def fails(capsys, tmp_path, monkeypatch):
         (["bench", "--baseline", "nonsense"], "there are: eager, compile, naive"),
         (["bench", "--dtype", "int8"], "there are: float32, float16, bfloat16, float64"),
         (["bench", "--layout", "nhwc"], "there are: contiguous, channels_last"),
-        (["bench", "mlp", "--layout", "channels_last"], "there are: squeeze_excite, autoencoder"),
+        (
+            ["bench", "mlp", "--layout", "channels_last"],
+            "there are: squeeze_excite, batch_norm_act, autoencoder",
+        ),
         (
             ["bench", "--filter", "nonsense"],
-            "no case of squeeze_excite, linear_act, mlp, autoencoder that matches --filter",
+            "no case of squeeze_excite, batch_norm_act, linear_act, mlp, autoencoder that matches",
         ),
         (
             ["bench", "overhead", "mlp"],
