@@ -209,13 +209,18 @@ __device__ __forceinline__ void set_column(void* to, long long at, long long cha
   column[2 * channels] = static_cast<A>(second);
 }
 
+template <typename A>
+__device__ __forceinline__ A inverse_deviation(A variance, A eps) {
+  return A(1) / sqrt(variance + eps);
+}
+
 /// From a channel's statistics to its coefficients. `write`: also the saved and running statistics.
 template <typename T>
 __device__ Coefficients<Accumulator<T>> finish_channel(const ForwardChannels& f, long long at,
                                                        double count, double mean, double variance,
                                                        long long calls, bool write) {
   using A = Accumulator<T>;
-  const A inverse = A(1) / sqrt(static_cast<A>(variance) + static_cast<A>(f.eps));
+  const A inverse = inverse_deviation(static_cast<A>(variance), static_cast<A>(f.eps));
   if (write) {
     set_column<A>(f.statistics, at, f.channels, count, mean, variance);
     if (f.mean != nullptr) {

@@ -115,7 +115,7 @@ __device__ __forceinline__ float* sums_of(float* sums, const Cut& cut, int strea
 }
 
 /// Adds the sums of all slabs in float64 and in a fixed order, and calls finish(k, first, second)
-/// for k < width. `shared`: combine_doubles. Ends with a barrier.
+/// for k < width, in thread k. `shared`: combine_doubles. Ends with a barrier.
 template <typename T, typename Finish>
 __device__ void combine_slabs(const Tile<T, false>& tile, float* sums, double* shared,
                               Finish finish) {
@@ -141,6 +141,7 @@ __device__ void combine_slabs(const Tile<T, false>& tile, float* sums, double* s
   __syncthreads();
   for (int k = threadIdx.x; k < width; k += kThreads) {
     double first = 0, second = 0;
+#pragma unroll 8
     for (int row = 0; row < rows; ++row) {
       first += shared[row * 2 * width + k];
       second += shared[(row * 2 + 1) * width + k];
@@ -163,7 +164,7 @@ __host__ __device__ constexpr int head_bytes(int rows, int width, int vector) {
 }
 
 template <typename T, Kinds kKinds, bool kResidual>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const __grid_constant__ Cut cut, const __grid_constant__ NormalizeArguments a,
                    float* sums, int slot_count) {
 #if __CUDA_ARCH__ >= 800
@@ -177,15 +178,28 @@ __global__ void __launch_bounds__(kThreads)
   const Slots<1> others(memory + head_bytes(3, full, kVector) + slot_count * slots.kStepBytes,
                         kAheadResidual);
   const T* x = static_cast<const T*>(a.x);
+  const Index origin = tile.offset(tile.template unit<false>(0));
+  const int stride = tile.stride();
+  const auto place = [&](int step) { return origin + static_cast<Index>(step) * stride; };
   const auto copy = [&](int step, int slot) {
-    copy_vector(slots.vector(slot, 0), x + tile.offset(tile.template unit<false>(step)));
+    copy_vector(slots.vector(slot, 0), x + place(step));
   };
+  // Small loads first: behind the copies they would wait for them.
+  const Shifts<T, false> shifts(tile, x, 0, cut.units);
+  float weight = 1, bias = 0;  // of this thread's channel
+  if (static_cast<int>(threadIdx.x) < tile.width) {
+    const Index channel = tile.channel(threadIdx.x);
+    weight = parameter<T>(a.channels.weight, a.channels.wide, channel, 1.0f);
+    bias = parameter<T>(a.channels.bias, a.channels.wide, channel, 0.0f);
+  }
 #pragma unroll
   for (int j = 0; j < kAheadForward; ++j) {
     if (j < tile.steps) copy(j, j);
     commit_copies();
   }
-  fill_shifts(tile, x, table, 0, cut.units);  // where the means will be
+  tile.count_call(a.channels.advanced());
+  const double count = tile.count(0, cut.units), share = count > 0 ? 1 / count : 0.0;
+  shifts.store(tile, table);  // where the means will be
   __syncthreads();
   float shift[kVector];
   LongSums<kVector> own_sums;
@@ -205,11 +219,9 @@ __global__ void __launch_bounds__(kThreads)
                    own[k] = total;
                    own[cut.channels + k] = total_squares;
                  });
-  tile.count_call(a.channels.advanced());
-  const double count = tile.count(0, cut.units), share = count > 0 ? 1 / count : 0.0;
   const T* residual = static_cast<const T*>(a.residual);
   const auto copy_residual = [&](int step, int slot) {
-    copy_vector(others.vector(slot, 0), residual + tile.offset(tile.template unit<false>(step)));
+    copy_vector(others.vector(slot, 0), residual + place(step));
   };
   if constexpr (kResidual) {  // what the second pass needs first
 #pragma unroll
@@ -221,16 +233,13 @@ __global__ void __launch_bounds__(kThreads)
   cooperative_groups::this_grid().sync();
 
   double mean = 0, variance = 0;  // of this thread's channel
-  const auto finish = [&](int k, long long calls, bool write) {
-    return finish_channel<T>(a.channels, tile.channel(k), count, mean, variance, calls, write);
-  };
   combine_slabs(tile, sums, reinterpret_cast<double*>(work), [&](int k, double d, double dd) {
     mean = static_cast<double>(table.at(kMean, k)) + d * share;
     variance = above_0(dd - d * d * share) * share;
-    const Coefficients<float> value = finish(k, 1, false);
-    table.at(kMean, k) = value.mean;
-    table.at(kScale, k) = value.scale;
-    table.at(kShift, k) = value.shift;
+    const float eps = static_cast<float>(a.channels.eps);
+    table.at(kMean, k) = static_cast<float>(mean);
+    table.at(kScale, k) = inverse_deviation(static_cast<float>(variance), eps) * weight;
+    table.at(kShift, k) = bias;
   });
   const Held<T, 3> held(table, tile.lane);
   int other = 0, used = 0;  // slots of the residual
@@ -249,18 +258,19 @@ __global__ void __launch_bounds__(kThreads)
           used = other;
           other = others.after(other);
         }
-        write_normalized<kResidual, kKinds>(a, tile, held, tile.template unit<false>(step), values,
-                                            added);
+        write_normalized<kResidual, kKinds>(a, tile, held, tile.template unit<false>(step),
+                                            place(step), values, added);
       });
   // Last, because nobody waits for it. A tile has no more channels than a block has threads.
   if (tile.slab == 0 && static_cast<int>(threadIdx.x) < tile.width) {
-    finish(threadIdx.x, calls_of(a.channels.counter, tile.stream), true);
+    finish_channel<T>(a.channels, tile.channel(threadIdx.x), count, mean, variance,
+                      calls_of(a.channels.counter, tile.stream), true);
   }
 #endif
 }
 
 template <typename T, Kinds kKinds>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ Cut cut, const __grid_constant__ GradientArguments a,
                     float* sums, int slot_count) {
 #if __CUDA_ARCH__ >= 800
@@ -271,10 +281,13 @@ __global__ void __launch_bounds__(kThreads)
   const Table<T, false> table{reinterpret_cast<float*>(memory), tile.lanes};
   float* const work = reinterpret_cast<float*>(memory) + table_floats(5, full);
   const Slots<2> slots(memory + head_bytes(5, full, kVector), slot_count);
+  const Index origin = tile.offset(tile.template unit<false>(0));
+  const int stride = tile.stride();
+  const auto place = [&](int step) { return origin + static_cast<Index>(step) * stride; };
   const Index streams = gridDim.x / (cut.tiles * cut.slabs);
   const Index bit_bytes = streams * cut.units * cut.channels / 8;
   const auto copy = [&](int step, int slot) {
-    const Index at = tile.offset(tile.template unit<false>(step));
+    const Index at = place(step);
     copy_vector(slots.vector(slot, 0), static_cast<const T*>(a.dy) + at);
     copy_vector(slots.vector(slot, 1), static_cast<const T*>(a.x) + at);
     if (a.passes == nullptr) return;
@@ -286,17 +299,25 @@ __global__ void __launch_bounds__(kThreads)
     vectors.dy.load_shared(slots.vector(slot, 0));
     vectors.x.load_shared(slots.vector(slot, 1));
     if (a.passes != nullptr) {
-      const Index at = tile.offset(tile.template unit<false>(step));
-      vectors.bits = *reinterpret_cast<const unsigned*>(slots.bits(slot)) >> at % 32;
+      vectors.bits = *reinterpret_cast<const unsigned*>(slots.bits(slot)) >> place(step) % 32;
     }
     return vectors;
   };
+  // Small loads first: behind the copies they would wait for them.
+  const bool has_channel = static_cast<int>(threadIdx.x) < tile.width;
+  Coefficients<float> of_channel{};
+  if (has_channel) of_channel = saved_coefficients<T>(a.channels, tile.channel(threadIdx.x));
 #pragma unroll
   for (int j = 0; j < kAheadBackward; ++j) {
     if (j < tile.steps) copy(j, j);
     commit_copies();
   }
-  for (int k = threadIdx.x; k < tile.width; k += kThreads) fill_saved(tile, table, a.channels, k);
+  const double count = tile.count(0, cut.units);
+  if (has_channel) {
+    table.at(kMean, threadIdx.x) = of_channel.mean;
+    table.at(kScale, threadIdx.x) = of_channel.scale;
+    table.at(kShift, threadIdx.x) = of_channel.shift;
+  }
   __syncthreads();
   LongSums<kVector> own_sums;
   const Held<T, 3> saved(table, tile.lane);
@@ -315,10 +336,9 @@ __global__ void __launch_bounds__(kThreads)
                  });
   cooperative_groups::this_grid().sync();
 
-  const double count = tile.count(0, cut.units);
   combine_slabs(tile, sums, reinterpret_cast<double*>(work), [&](int k, double dv, double dvx) {
     const Index at = tile.channel(k);
-    const float inverse = static_cast<const float*>(a.channels.inverse)[at];
+    const float inverse = of_channel.inverse;
     const GradientSums<float> all{count, static_cast<float>(dv), static_cast<float>(dvx)};
     Corrections<float> value = finish_gradient<T>(a.channels, at, all, inverse, tile.slab == 0);
     if (a.channels.group != nullptr) value = group_corrections<T>(a.channels, at, inverse);
@@ -332,7 +352,8 @@ __global__ void __launch_bounds__(kThreads)
         if (is_missing) copy(step, slot);
       },
       [&](int step, int slot) {
-        write_gradients(a, tile, held, tile.template unit<false>(step), get(step, slot));
+        write_gradients(a, tile, held, tile.template unit<false>(step), place(step),
+                        get(step, slot));
       });
 #endif
 }

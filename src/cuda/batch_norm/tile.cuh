@@ -74,6 +74,8 @@ struct Tile {
   __device__ __forceinline__ unsigned unit(int step) const {
     return begin + strand + (kReverse ? steps - 1 - step : step) * strands;
   }
+  /// From a thread's vector to that of its next step, in channels-last images.
+  __device__ __forceinline__ int stride() const { return strands * cut.channels; }
   /// Where the thread's vector of a unit is. It is also 8 times the place of its bits.
   __device__ __forceinline__ Index offset(unsigned unit) const {
     if constexpr (kPlanar) {

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   load(0);
   const Table<T, kPlanar> shifts{shared, tile.lanes};
   float* const rows = shared + table_floats(1, tile.width);
-  fill_shifts(tile, x, shifts, tile.begin, tile.end);
+  Shifts<T, kPlanar>(tile, x, tile.begin, tile.end).store(tile, shifts);
   __syncthreads();
   float sum[kVector] = {}, squares[kVector] = {};
   for (int step = 0; step < tile.steps; step += kBatch) {
@@ -132,7 +132,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (int j = 0; j < kBatch; ++j) {
       if (step + j >= tile.steps) break;
       const unsigned unit = tile.template unit<true>(step + j);
-      write_normalized<kResidual>(a, tile, table, unit, batch[j], others[kResidual ? j : 0]);
+      write_normalized<kResidual>(a, tile, table, unit, tile.offset(unit), batch[j],
+                                  others[kResidual ? j : 0]);
     }
   }
 }
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (int j = 0; j < kBatch; ++j) {
       if (step + j >= tile.steps) break;
       const unsigned unit = tile.template unit<true>(step + j);
-      write_gradients(a, tile, table, unit, batch[j]);
+      write_gradients(a, tile, table, unit, tile.offset(unit), batch[j]);
     }
   }
 }

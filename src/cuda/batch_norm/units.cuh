@@ -15,40 +15,47 @@ namespace fusewise::cuda {
 /// largest and the smallest. One unusual value, as from the border of an image, does not move it
 /// far.
 template <typename T, bool kPlanar>
-__device__ __forceinline__ void fill_shifts(const Tile<T, kPlanar>& tile, const T* x,
-                                            const Table<T, kPlanar>& shifts, unsigned begin,
-                                            unsigned end) {
-  constexpr int kVector = Vector<T>::kSize;
-  if (threadIdx.x >= tile.lanes) return;
-  // Uneven, so that they are not the same pixel of several images.
-  constexpr Index kParts[] = {7, 13, 19, 29};
+struct Shifts {
+  static constexpr int kVector = Vector<T>::kSize;
   Vector<T> few[4] = {};  // 0 if all is blanked
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {  // all in flight at once
-    const Index size = end - begin;
-    unsigned unit = tile.next_present(begin + static_cast<unsigned>(size * kParts[i] / 32), end);
-    if (unit == end) unit = tile.next_present(begin, end);
-    if (unit < end) few[i] = load_vector(x + tile.offset(unit));
-  }
-  const auto middle = [](float a, float b, float c, float d) {
-    const float low = fmaxf(fminf(a, b), fminf(c, d)), high = fminf(fmaxf(a, b), fmaxf(c, d));
-    return 0.5f * low + 0.5f * high;  // their sum might overflow
-  };
-  if constexpr (kPlanar) {
-    float means[4] = {};
+
+  /// Starts to load them, all at once.
+  __device__ __forceinline__ Shifts(const Tile<T, kPlanar>& tile, const T* x, unsigned begin,
+                                    unsigned end) {
+    if (threadIdx.x >= tile.lanes) return;
+    // Uneven, so that they are not the same pixel of several images.
+    constexpr Index kParts[] = {7, 13, 19, 29};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) means[i] += few[i][k] * (1.0f / kVector);
-    }
-    shifts.at(0, 0) = middle(means[0], means[1], means[2], means[3]);
-  } else {
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      shifts.at(0, tile.lane * kVector + k) = middle(few[0][k], few[1][k], few[2][k], few[3][k]);
+      const Index size = end - begin;
+      unsigned unit = tile.next_present(begin + static_cast<unsigned>(size * kParts[i] / 32), end);
+      if (unit == end) unit = tile.next_present(begin, end);
+      if (unit < end) few[i] = load_vector(x + tile.offset(unit));
     }
   }
-}
+  __device__ __forceinline__ void store(const Tile<T, kPlanar>& tile,
+                                        const Table<T, kPlanar>& shifts) const {
+    if (threadIdx.x >= tile.lanes) return;
+    const auto middle = [](float a, float b, float c, float d) {
+      const float low = fmaxf(fminf(a, b), fminf(c, d)), high = fminf(fmaxf(a, b), fmaxf(c, d));
+      return 0.5f * low + 0.5f * high;  // their sum might overflow
+    };
+    if constexpr (kPlanar) {
+      float means[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) means[i] += few[i][k] * (1.0f / kVector);
+      }
+      shifts.at(0, 0) = middle(means[0], means[1], means[2], means[3]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) {
+        shifts.at(0, tile.lane * kVector + k) = middle(few[0][k], few[1][k], few[2][k], few[3][k]);
+      }
+    }
+  }
+};
 
 /// Adds a vector, shifted.
 template <typename T, int kVector>
@@ -75,14 +82,13 @@ struct NormalizeArguments {
   bool streaming;  // y does not stay in L2
 };
 
-/// Computes and stores y and the bits of a unit. `table`: a Table or Held.
+/// Computes and stores y and the bits of a unit, which is at `at`. `table`: a Table or Held.
 template <bool kResidual, Kinds kKinds = Kinds::all, typename T, bool kPlanar, typename Values>
 __device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
                                                  const Tile<T, kPlanar>& tile, const Values& table,
-                                                 unsigned unit, const Packed<T>& x,
+                                                 unsigned unit, Index at, const Packed<T>& x,
                                                  const Packed<T>& residual) {
   constexpr int kVector = Vector<T>::kSize;
-  const Index at = tile.offset(unit);
   float v[kVector], mean[kVector], scale[kVector], shift[kVector];
   x.unpack(v);
   table.get(kMean, tile.lane, mean);
@@ -196,13 +202,12 @@ __device__ __forceinline__ void add_gradients(const GradientArguments& a, const 
   }
 }
 
-/// Computes and stores dx and dresidual of a unit.
+/// Computes and stores dx and dresidual of a unit, which is at `at`.
 template <typename T, bool kPlanar, bool kResidual, Kinds kKinds, typename Values>
 __device__ __forceinline__ void write_gradients(
     const GradientArguments& a, const Tile<T, kPlanar>& tile, const Values& table, unsigned unit,
-    const GradientVectors<T, kResidual, kKinds>& vectors) {
+    Index at, const GradientVectors<T, kResidual, kKinds>& vectors) {
   constexpr int kVector = Vector<T>::kSize;
-  const Index at = tile.offset(unit);
   float d[kVector], centred[kVector];
   vectors.gradient(a, table, tile.lane, d, centred);
   const bool blank = tile.is_blank(unit);
