@@ -1,13 +1,34 @@
 """BatchNorm + activation by the accuracy rule: dtypes, layouts, difficult statistics, NaN."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fusewise
 from batch_norm_reference import ACTIVATIONS, make_case
+from fusewise.bench.accuracy import check
 from fusewise.functional import batch_norm_act
 from reference import DTYPES, LAYOUTS
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_rule_sees_wrong_results(activation, dtypes):
+    case = make_case((4, 16, 9, 8), "cpu", DTYPES[dtypes], activation=activation)
+    plain = replace(case, residual=None)
+    for ours, eager in (
+        (case.results(), case.results(case.eager)),
+        (plain.pool_results(plain.ours, max_pool=True), plain.pool_results(plain.eager)),
+    ):
+        assert check(ours, eager).passed
+        for name, right in ours.outputs.items():
+            one = right.clone().flatten()
+            one[one.abs().argmax()] *= 1.1
+            for wrong in (torch.zeros_like(right), right * 1.1, one.view(right.shape)):
+                spoiled = ours._replace(outputs={**ours.outputs, name: wrong})
+                assert not check(spoiled, eager).passed, name
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
