@@ -1,7 +1,7 @@
 // BatchNorm, residual and activation in one kernel, for channels-last images of any size. Its
 // blocks are all resident at once: they sum, meet at a barrier of the whole grid, and then
-// normalise in reverse order. What they read last is still in their shared memory, what they read
-// before that in L2. Memory: forward reads x twice (once what fits on the chip), the residual once,
+// normalise in reverse order. What they read first is still in their shared memory, what they read
+// last in L2. Memory: forward reads x twice (once what fits on the chip), the residual once,
 // and writes y. Backward does the same with dy and x, and writes dx and dresidual. Bound by memory
 // bandwidth when large, by the barrier and the exchange of sums when small.
 
@@ -22,67 +22,100 @@ namespace fusewise::cuda {
 namespace {
 
 /// Steps that copies run ahead of their use: 48 KB per SM and more.
-constexpr int kAheadForward = 8, kAheadResidual = 4, kAheadBackward = 5;
+constexpr int kAheadForward = 8, kAheadResidual = 5, kAheadBackward = 4;
 /// Shared memory of a block. There is one block per SM.
-constexpr std::size_t kSharedBytes = 200 << 10;
+constexpr std::size_t kSharedBytes = 220 << 10;
 constexpr int kThreads = 512;
 constexpr int kMostLanes = kThreads / 8;  // a thread for each channel of a tile
 
-/// A thread's own vectors in shared memory, for the last `count` of its steps. Nobody else uses
-/// them, so they need no barriers.
-template <int kImages>
+/// A thread's own vectors in shared memory. Those of its first steps stay, because L2 will have
+/// lost them; the last kAhead slots are a ring for all others. Nobody else uses them, so they need
+/// no barriers. A slot is named by its distance from the first one in bytes.
+template <int kImages, int kAhead>
 struct Slots {
+  static constexpr int kVectorBytes = kThreads * 16, kSlotBytes = kImages * kVectorBytes;
+
   unsigned char* own;
-  unsigned char* own_bits;  // a word for each step, behind all vectors
-  int count;
+  unsigned char* own_bits;  // a word for each slot, behind all vectors
+  int end;                  // behind the last slot
+  int kept;                 // steps that stay
 
-  static constexpr int kStepBytes = kImages * kThreads * 16;
-
-  __device__ Slots(void* memory, int count)
-      : own(static_cast<unsigned char*>(memory) + threadIdx.x * 16),
-        own_bits(static_cast<unsigned char*>(memory) + count * kStepBytes + threadIdx.x * 4),
-        count(count) {}
+  __device__ Slots(unsigned char* memory, int count)
+      : own(memory + threadIdx.x * 16),
+        own_bits(memory + count * kSlotBytes + threadIdx.x * 4),
+        end(count * kSlotBytes),
+        kept(count - kAhead) {}
   __device__ __forceinline__ unsigned char* vector(int slot, int image) const {
-    return own + (slot * kImages + image) * kThreads * 16;
+    return own + slot + image * kVectorBytes;
   }
   __device__ __forceinline__ unsigned char* bits(int slot) const {
-    return own_bits + slot * kThreads * 4;
+    return own_bits + slot / (kImages * 4);
   }
-  __device__ __forceinline__ int after(int slot) const { return slot + 1 == count ? 0 : slot + 1; }
-  __device__ __forceinline__ int before(int slot) const { return (slot == 0 ? count : slot) - 1; }
+  __device__ __forceinline__ int ring() const { return end - kAhead * kSlotBytes; }
+  __device__ __forceinline__ int after(int slot) const {
+    return slot + kSlotBytes == end ? ring() : slot + kSlotBytes;
+  }
 };
 
-/// Calls use(step, slot) for all steps in order. copy(step, slot) starts the copies of a step,
-/// kAhead steps before its use. Those of the first kAhead steps have been started.
-template <int kAhead, typename Slot, typename Copy, typename Use>
-__device__ __forceinline__ void first_pass(int steps, const Slot& slots, Copy copy, Use use) {
-#pragma unroll 1
-  for (int step = 0, slot = 0, next = kAhead % slots.count; step < steps; ++step) {
-    wait_for_all_but<kAhead - 1>();
-    use(step, slot);
-    if (step + kAhead < steps) copy(step + kAhead, next);
+/// Starts copy(slot) for the first steps.
+template <int kImages, int kAhead, typename Copy>
+__device__ __forceinline__ void copy_ahead(int steps, const Slots<kImages, kAhead>& slots,
+                                           Copy copy) {
+#pragma unroll
+  for (int j = 0; j < kAhead; ++j) {
+    if (j < steps) copy(j * slots.kSlotBytes);
     commit_copies();
-    slot = slots.after(slot);
-    next = slots.after(next);
   }
 }
 
-/// The same in reverse order. Steps that are still in their slots need not be copied again:
-/// is_missing tells which do.
-template <int kAhead, typename Slot, typename Copy, typename Use>
-__device__ __forceinline__ void second_pass(int steps, const Slot& slots, Copy copy, Use use) {
-  if (steps == 0) return;
-  const int kept = min(steps, slots.count);
-  int slot = (steps - 1) % slots.count, next = (steps - 1 + slots.count - kAhead) % slots.count;
+/// Calls use(step, slot) for all steps in order, and pause() after at most 16 of them. copy(slot)
+/// starts the copies of the next step. copy_ahead has been called. Returns the slot after that of
+/// the last step.
+template <int kImages, int kAhead, typename Copy, typename Use, typename Pause>
+__device__ __forceinline__ int first_pass(int steps, const Slots<kImages, kAhead>& slots, Copy copy,
+                                          Use use, Pause pause) {
+  int slot = 0, next = slots.after((kAhead - 1) * slots.kSlotBytes);
+#pragma unroll 1
+  for (int step = 0; step < steps;) {
+    const int until = min(step + 16, steps);
+#pragma unroll 1
+    for (; step < until; ++step) {
+      wait_for_all_but<kAhead - 1>();
+      use(step, slot);
+      if (step + kAhead < steps) copy(next);
+      commit_copies();
+      slot = slots.after(slot);
+      next = slots.after(next);
+    }
+    pause();
+  }
+  return slot;
+}
+
+/// The same in reverse order, from the slot that first_pass returned. copy(slot, is_missing) is
+/// called for the steps from steps - 1 - kAhead down, also for those that are still in their slots.
+template <int kImages, int kAhead, typename Copy, typename Use>
+__device__ __forceinline__ void second_pass(int steps, const Slots<kImages, kAhead>& slots,
+                                            int slot, Copy copy, Use use) {
 #pragma unroll 1
   for (int step = steps - 1; step >= 0; --step) {
+    slot = (slot == slots.ring() && step >= slots.kept ? slots.end : slot) - slots.kSlotBytes;
     wait_for_all_but<kAhead - 1>();
     use(step, slot);
-    const bool is_missing = step - kAhead < steps - kept;
-    if (step >= kAhead) copy(step - kAhead, next, is_missing);
+    // A missing one goes into the slot that is free now: it is kAhead steps away in the ring.
+    if (step >= kAhead) copy(slot, step - kAhead >= slots.kept);
     commit_copies();
-    slot = slots.before(slot);
-    next = slots.before(next);
+  }
+}
+
+/// Calls body(std::bool_constant): whether samples may be blanked. Loops that need not ask are
+/// shorter.
+template <typename Body>
+__device__ __forceinline__ void with_blanks(const Cut& cut, Body body) {
+  if (cut.blanked == nullptr) {
+    body(std::false_type{});
+  } else {
+    body(std::true_type{});
   }
 }
 
@@ -101,9 +134,6 @@ struct LongSums {
       first[k] = second[k] = 0;
     }
   }
-  __device__ __forceinline__ void end_step(int step) {
-    if (step % 16 == 15) move_on();
-  }
 };
 
 /// NaN stays NaN.
@@ -111,7 +141,7 @@ __device__ __forceinline__ double above_0(double value) { return value < 0 ? 0.0
 
 /// The sums of all slabs, [S, slabs, 2, C].
 __device__ __forceinline__ float* sums_of(float* sums, const Cut& cut, int stream, int slab) {
-  return sums + (static_cast<Index>(stream) * cut.slabs + slab) * 2 * cut.channels;
+  return sums + (static_cast<Index>(stream) * cut.slabs.value() + slab) * 2 * cut.channels;
 }
 
 /// Adds the sums of all slabs in float64 and in a fixed order, and calls finish(k, first, second)
@@ -119,21 +149,33 @@ __device__ __forceinline__ float* sums_of(float* sums, const Cut& cut, int strea
 template <typename T, typename Finish>
 __device__ void combine_slabs(const Tile<T, false>& tile, float* sums, double* shared,
                               Finish finish) {
-  const int slabs = tile.cut.slabs, channels = tile.cut.channels, width = tile.width;
+  const int slabs = tile.cut.slabs.value(), channels = tile.cut.channels, width = tile.width;
   const int quads = 2 * width / 4, rows = max(1, min(slabs, kThreads / quads));
   for (int t = threadIdx.x; t < rows * quads; t += kThreads) {
     const int row = t / quads, k = (t - row * quads) * 4;
     const float* from = sums_of(sums, tile.cut, tile.stream, 0) + tile.first +
                         (k < width ? k : channels + k - width);
     double total[4] = {};
-#pragma unroll 8
-    for (int slab = row; slab < slabs; slab += rows) {
-      const float4 part =
-          __ldcg(reinterpret_cast<const float4*>(from + static_cast<Index>(slab) * 2 * channels));
-      total[0] += part.x;
-      total[1] += part.y;
-      total[2] += part.z;
-      total[3] += part.w;
+    constexpr int kBatch = 10;  // loads at once: one after the other, each would take 0.6 us
+#pragma unroll 1
+    for (int first = row; first < slabs; first += kBatch * rows) {
+      float4 parts[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int slab = first + j * rows;
+        parts[j] = make_float4(0, 0, 0, 0);
+        if (slab < slabs) {
+          const float* part = from + static_cast<Index>(slab) * 2 * channels;
+          parts[j] = __ldcg(reinterpret_cast<const float4*>(part));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        total[0] += parts[j].x;
+        total[1] += parts[j].y;
+        total[2] += parts[j].z;
+        total[3] += parts[j].w;
+      }
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) shared[row * 2 * width + k + j] = total[j];
@@ -168,22 +210,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const __grid_constant__ Cut cut, const __grid_constant__ NormalizeArguments a,
                    float* sums, int slot_count) {
 #if __CUDA_ARCH__ >= 800
-  constexpr int kVector = Vector<T>::kSize;
+  constexpr int kVector = Vector<T>::kSize, kAhead = kResidual ? kAheadResidual : kAheadForward;
   extern __shared__ __align__(16) unsigned char memory[];
   const Tile<T, false> tile(cut, blockIdx.x);
-  const int full = cut.lanes * kVector;
+  const int full = cut.lanes.value() * kVector;
   const Table<T, false> table{reinterpret_cast<float*>(memory), tile.lanes};
   float* const work = reinterpret_cast<float*>(memory) + table_floats(3, full);
-  const Slots<1> slots(memory + head_bytes(3, full, kVector), slot_count);
-  const Slots<1> others(memory + head_bytes(3, full, kVector) + slot_count * slots.kStepBytes,
-                        kAheadResidual);
+  using Ring = Slots<1, kAhead>;
+  const Ring slots(memory + head_bytes(3, full, kVector), slot_count);
+  const Ring others(memory + head_bytes(3, full, kVector) + slots.end, kAhead);
   const T* x = static_cast<const T*>(a.x);
   const Index origin = tile.offset(tile.template unit<false>(0));
   const int stride = tile.stride();
-  const auto place = [&](int step) { return origin + static_cast<Index>(step) * stride; };
-  const auto copy = [&](int step, int slot) {
-    copy_vector(slots.vector(slot, 0), x + place(step));
-  };
   // Small loads first: behind the copies they would wait for them.
   const Shifts<T, false> shifts(tile, x, 0, cut.units);
   float weight = 1, bias = 0;  // of this thread's channel
@@ -192,47 +230,47 @@ __global__ void __launch_bounds__(kThreads, 1)
     weight = parameter<T>(a.channels.weight, a.channels.wide, channel, 1.0f);
     bias = parameter<T>(a.channels.bias, a.channels.wide, channel, 0.0f);
   }
-#pragma unroll
-  for (int j = 0; j < kAheadForward; ++j) {
-    if (j < tile.steps) copy(j, j);
-    commit_copies();
-  }
+  const T* next = x + origin;
+  const auto copy = [&](int slot) {
+    copy_vector(slots.vector(slot, 0), next);
+    next += stride;
+  };
+  copy_ahead(tile.steps, slots, copy);
   tile.count_call(a.channels.advanced());
-  const double count = tile.count(0, cut.units), share = count > 0 ? 1 / count : 0.0;
-  shifts.store(tile, table);  // where the means will be
-  __syncthreads();
+  const double count = tile.count(0, cut.units);
+  shifts.store(tile, table, work);  // where the means will be
   float shift[kVector];
   LongSums<kVector> own_sums;
   table.get(kMean, tile.lane, shift);
-  first_pass<kAheadForward>(tile.steps, slots, copy, [&](int step, int slot) {
-    if (!tile.is_blank(tile.template unit<false>(step))) {
-      Packed<T> values;
-      values.load_shared(slots.vector(slot, 0));
-      add_moments(values, shift, own_sums.first, own_sums.second);
-    }
-    own_sums.end_step(step);
+  int end = 0;
+  with_blanks(cut, [&](auto blanks) {
+    end = first_pass(
+        tile.steps, slots, copy,
+        [&](int step, int slot) {
+          if (blanks && tile.is_blank(tile.template unit<false>(step))) return;
+          Packed<T> values;
+          values.load_shared(slots.vector(slot, 0));
+          add_moments(values, shift, own_sums.first, own_sums.second);
+        },
+        [&] { own_sums.move_on(); });
   });
-  own_sums.move_on();
   float* const own = sums_of(sums, cut, tile.stream, tile.slab) + tile.first;
-  sum_over_block(tile, own_sums.first_total, own_sums.second_total, work,
-                 [&](int k, float total, float total_squares) {
-                   own[k] = total;
-                   own[cut.channels + k] = total_squares;
-                 });
-  const T* residual = static_cast<const T*>(a.residual);
-  const auto copy_residual = [&](int step, int slot) {
-    copy_vector(others.vector(slot, 0), residual + place(step));
+  sum_over_block(tile, own_sums.first_total, own_sums.second_total, work, [&](int k, float sum) {
+    own[k < tile.width ? k : cut.channels + k - tile.width] = sum;
+  });
+  Index at = origin + static_cast<Index>(tile.steps - 1) * stride;  // of the last step
+  next = x + at - kAhead * stride;
+  const T* next_residual = static_cast<const T*>(a.residual) + at;
+  const auto copy_residual = [&](int slot) {
+    copy_vector(others.vector(slot, 0), next_residual);
+    next_residual -= stride;
   };
-  if constexpr (kResidual) {  // what the second pass needs first
-#pragma unroll
-    for (int j = 0; j < kAheadResidual; ++j) {
-      if (j < tile.steps) copy_residual(tile.steps - 1 - j, j);
-      commit_copies();
-    }
-  }
+  // What the second pass needs first.
+  if constexpr (kResidual) copy_ahead(tile.steps, others, copy_residual);
   cooperative_groups::this_grid().sync();
 
   double mean = 0, variance = 0;  // of this thread's channel
+  const double share = tile.share(count);
   combine_slabs(tile, sums, reinterpret_cast<double*>(work), [&](int k, double d, double dd) {
     mean = static_cast<double>(table.at(kMean, k)) + d * share;
     variance = above_0(dd - d * d * share) * share;
@@ -242,25 +280,27 @@ __global__ void __launch_bounds__(kThreads, 1)
     table.at(kShift, k) = bias;
   });
   const Held<T, 3> held(table, tile.lane);
-  int other = 0, used = 0;  // slots of the residual
-  constexpr int kAhead = kResidual ? kAheadResidual : kAheadForward;
-  second_pass<kAhead>(
-      tile.steps, slots,
-      [&](int step, int slot, bool is_missing) {
-        if (is_missing) copy(step, slot);
-        if constexpr (kResidual) copy_residual(step, used);
-      },
-      [&](int step, int slot) {
-        Packed<T> values, added;
-        values.load_shared(slots.vector(slot, 0));
-        if constexpr (kResidual) {
-          added.load_shared(others.vector(other, 0));
-          used = other;
-          other = others.after(other);
-        }
-        write_normalized<kResidual, kKinds>(a, tile, held, tile.template unit<false>(step),
-                                            place(step), values, added);
-      });
+  int other = 0;  // slot of the residual
+  with_blanks(cut, [&](auto blanks) {
+    second_pass(
+        tile.steps, slots, end,
+        [&](int slot, bool is_missing) {
+          if (is_missing) copy_vector(slots.vector(slot, 0), next);
+          next -= stride;
+          if constexpr (kResidual) {
+            copy_residual(other);
+            other = others.after(other);
+          }
+        },
+        [&](int step, int slot) {
+          Packed<T> values, added;
+          values.load_shared(slots.vector(slot, 0));
+          if constexpr (kResidual) added.load_shared(others.vector(other, 0));
+          const bool blank = blanks && tile.is_blank(tile.template unit<false>(step));
+          write_normalized<kResidual, kKinds>(a, tile, held, blank, at, values, added);
+          at -= stride;
+        });
+  });
   // Last, because nobody waits for it. A tile has no more channels than a block has threads.
   if (tile.slab == 0 && static_cast<int>(threadIdx.x) < tile.width) {
     finish_channel<T>(a.channels, tile.channel(threadIdx.x), count, mean, variance,
@@ -277,29 +317,28 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kVector = Vector<T>::kSize;
   extern __shared__ __align__(16) unsigned char memory[];
   const Tile<T, false> tile(cut, blockIdx.x);
-  const int full = cut.lanes * kVector;
+  const int full = cut.lanes.value() * kVector;
   const Table<T, false> table{reinterpret_cast<float*>(memory), tile.lanes};
   float* const work = reinterpret_cast<float*>(memory) + table_floats(5, full);
-  const Slots<2> slots(memory + head_bytes(5, full, kVector), slot_count);
+  const Slots<2, kAheadBackward> slots(memory + head_bytes(5, full, kVector), slot_count);
   const Index origin = tile.offset(tile.template unit<false>(0));
   const int stride = tile.stride();
-  const auto place = [&](int step) { return origin + static_cast<Index>(step) * stride; };
-  const Index streams = gridDim.x / (cut.tiles * cut.slabs);
-  const Index bit_bytes = streams * cut.units * cut.channels / 8;
-  const auto copy = [&](int step, int slot) {
-    const Index at = place(step);
-    copy_vector(slots.vector(slot, 0), static_cast<const T*>(a.dy) + at);
-    copy_vector(slots.vector(slot, 1), static_cast<const T*>(a.x) + at);
+  const Index bit_bytes = a.channels.streams * cut.units * cut.channels / 8;
+  Index next = origin;
+  const auto copy = [&](int slot) {
+    copy_vector(slots.vector(slot, 0), static_cast<const T*>(a.dy) + next);
+    copy_vector(slots.vector(slot, 1), static_cast<const T*>(a.x) + next);
     if (a.passes == nullptr) return;
-    const Index word = at / 32 * 4;
+    const Index word = next / 32 * 4;
     copy_word(slots.bits(slot), a.passes + word, min(Index{4}, bit_bytes - word));
   };
-  const auto get = [&](int step, int slot) {
+  Index at = origin;
+  const auto get = [&](int slot) {
     GradientVectors<T, false, kKinds> vectors;
     vectors.dy.load_shared(slots.vector(slot, 0));
     vectors.x.load_shared(slots.vector(slot, 1));
     if (a.passes != nullptr) {
-      vectors.bits = *reinterpret_cast<const unsigned*>(slots.bits(slot)) >> place(step) % 32;
+      vectors.bits = *reinterpret_cast<const unsigned*>(slots.bits(slot)) >> at % 32;
     }
     return vectors;
   };
@@ -307,11 +346,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool has_channel = static_cast<int>(threadIdx.x) < tile.width;
   Coefficients<float> of_channel{};
   if (has_channel) of_channel = saved_coefficients<T>(a.channels, tile.channel(threadIdx.x));
-#pragma unroll
-  for (int j = 0; j < kAheadBackward; ++j) {
-    if (j < tile.steps) copy(j, j);
-    commit_copies();
-  }
+  const auto copy_next = [&](int slot) {
+    copy(slot);
+    next += stride;
+  };
+  copy_ahead(tile.steps, slots, copy_next);
   const double count = tile.count(0, cut.units);
   if (has_channel) {
     table.at(kMean, threadIdx.x) = of_channel.mean;
@@ -321,19 +360,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   LongSums<kVector> own_sums;
   const Held<T, 3> saved(table, tile.lane);
-  first_pass<kAheadBackward>(tile.steps, slots, copy, [&](int step, int slot) {
-    if (!tile.is_blank(tile.template unit<false>(step))) {
-      add_gradients(a, saved, tile.lane, get(step, slot), own_sums.first, own_sums.second);
-    }
-    own_sums.end_step(step);
+  int end = 0;
+  with_blanks(cut, [&](auto blanks) {
+    end = first_pass(
+        tile.steps, slots, copy_next,
+        [&](int step, int slot) {
+          if (!blanks || !tile.is_blank(tile.template unit<false>(step))) {
+            add_gradients(a, saved, tile.lane, get(slot), own_sums.first, own_sums.second);
+          }
+          at += stride;
+        },
+        [&] { own_sums.move_on(); });
   });
-  own_sums.move_on();
   float* const own = sums_of(sums, cut, tile.stream, tile.slab) + tile.first;
-  sum_over_block(tile, own_sums.first_total, own_sums.second_total, work,
-                 [&](int k, float dv, float dvx) {
-                   own[k] = dv;
-                   own[cut.channels + k] = dvx;
-                 });
+  sum_over_block(tile, own_sums.first_total, own_sums.second_total, work, [&](int k, float sum) {
+    own[k < tile.width ? k : cut.channels + k - tile.width] = sum;
+  });
   cooperative_groups::this_grid().sync();
 
   combine_slabs(tile, sums, reinterpret_cast<double*>(work), [&](int k, double dv, double dvx) {
@@ -346,15 +388,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     table.at(kSlope, k) = value.slope;
   });
   const Held<T, 5> held(table, tile.lane);
-  second_pass<kAheadBackward>(
-      tile.steps, slots,
-      [&](int step, int slot, bool is_missing) {
-        if (is_missing) copy(step, slot);
-      },
-      [&](int step, int slot) {
-        write_gradients(a, tile, held, tile.template unit<false>(step), place(step),
-                        get(step, slot));
-      });
+  next = at - (kAheadBackward + 1) * stride;  // at: behind the last step
+  with_blanks(cut, [&](auto blanks) {
+    second_pass(
+        tile.steps, slots, end,
+        [&](int slot, bool is_missing) {
+          if (is_missing) copy(slot);
+          next -= stride;
+        },
+        [&](int step, int slot) {
+          at -= stride;
+          const bool blank = blanks && tile.is_blank(tile.template unit<false>(step));
+          write_gradients(a, tile, held, blank, at, get(slot));
+        });
+  });
 #endif
 }
 
@@ -374,7 +421,8 @@ struct Needs {
   int others;  // more bytes of a thread
 };
 constexpr Needs forward_needs(bool residual) {
-  return {3, 16, kAheadForward, residual ? kAheadResidual * 16 : 0};
+  return residual ? Needs{3, 16, kAheadResidual, kAheadResidual * 16}
+                  : Needs{3, 16, kAheadForward, 0};
 }
 constexpr Needs backward_needs(bool bits) { return {5, bits ? 36 : 32, kAheadBackward, 0}; }
 
@@ -406,10 +454,11 @@ std::optional<Plan> plan(const Context& context, const TensorView& x, const Tens
   for (std::int64_t lanes = 6; lanes <= 24 && lanes < vectors; lanes += 2) consider(lanes);
   if (vectors <= kMostLanes) consider(vectors);
   if (best_lanes == 0) return std::nullopt;
-  const Cut cut = make_cut(x, blanked, static_cast<int>(best_lanes), best_slabs);
-  const int head = head_bytes(needs.rows, cut.lanes * vector, vector) + kThreads * needs.others;
+  const int lanes = static_cast<int>(best_lanes);
+  const Cut cut = make_cut(x, blanked, kThreads, lanes, best_slabs);
+  const int head = head_bytes(needs.rows, lanes * vector, vector) + kThreads * needs.others;
   const std::int64_t room = std::min<std::int64_t>(kSharedBytes, limits.block_shared_memory) - head;
-  const std::int64_t steps = divide_up(cut.per_slab, kThreads / cut.lanes);
+  const std::int64_t steps = divide_up(cut.per_slab, kThreads / lanes);
   const std::int64_t slots =
       std::min(room / (kThreads * needs.step_bytes), std::max<std::int64_t>(steps, needs.ahead));
   if (slots < needs.ahead) return std::nullopt;
@@ -449,7 +498,7 @@ void dispatch(const Call& call, Body&& body) {
 
 /// Memory for the sums of all slabs.
 Scratch<float> sums_memory(const Context& context, const TensorView& x, const Cut& cut) {
-  return Scratch<float>(context, streams_of(x) * cut.slabs * 2 * cut.channels);
+  return Scratch<float>(context, streams_of(x) * cut.slabs.value() * 2 * cut.channels);
 }
 
 }  // namespace

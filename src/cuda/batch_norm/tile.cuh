@@ -16,17 +16,21 @@ namespace fusewise::cuda {
 /// pixel's in channels-last images, a vector of pixels of one channel in NCHW images. A block has a
 /// slab of units of one stream.
 struct Cut {
-  int channels, lanes, tiles, slabs;
-  unsigned units, per_slab;  // of a stream
-  Divisor sample_units;      // of a sample
+  int channels;
+  ShortDivisor lanes, tiles, slabs;
+  ShortDivisor strands;       // units that a block's threads have side by side
+  unsigned units, per_slab;   // of a stream
+  double share;               // 1 / the values per channel of a stream
+  ShortDivisor sample_units;  // of a sample
   int samples;
   const bool* blanked;  // [S, N], may be null
 
-  Index blocks(Index streams) const { return streams * tiles * slabs; }
+  Index blocks(Index streams) const { return streams * tiles.value() * slabs.value(); }
 };
 
-/// `lanes` is 1 for NCHW images.
-inline Cut make_cut(const TensorView& x, const TensorView& blanked, int lanes, std::int64_t slabs) {
+/// For blocks of `threads`. `lanes` is 1 for NCHW images.
+inline Cut make_cut(const TensorView& x, const TensorView& blanked, int threads, int lanes,
+                    std::int64_t slabs) {
   const std::int64_t vector = 16 / size_of(x.dtype), channels = dimension(x, 3);
   const std::int64_t pixels = dimension(x, 2) * dimension(x, 1), samples = dimension(x, 4);
   const bool channels_last = has_adjacent_channels(x);
@@ -35,12 +39,14 @@ inline Cut make_cut(const TensorView& x, const TensorView& blanked, int lanes, s
   // Even: two vectors of four values share a byte of bits, and it must not be two blocks' byte.
   const std::int64_t per_slab = divide_up(units, 2 * slabs) * 2;
   return {.channels = static_cast<int>(channels),
-          .lanes = lanes,
-          .tiles = static_cast<int>(channels_last ? divide_up(channels / vector, lanes) : channels),
-          .slabs = static_cast<int>(divide_up(units, per_slab)),
+          .lanes = ShortDivisor(lanes),
+          .tiles = ShortDivisor(channels_last ? divide_up(channels / vector, lanes) : channels),
+          .slabs = ShortDivisor(divide_up(units, per_slab)),
+          .strands = ShortDivisor(threads / lanes),
           .units = static_cast<unsigned>(units),
           .per_slab = static_cast<unsigned>(per_slab),
-          .sample_units = Divisor(sample_units, false),
+          .share = 1.0 / static_cast<double>(samples * pixels),
+          .sample_units = ShortDivisor(sample_units),
           .samples = static_cast<int>(samples),
           .blanked = static_cast<const bool*>(blanked.data)};
 }
@@ -52,23 +58,28 @@ struct Tile {
   const Cut& cut;
   int stream, slab, first, width;  // width: channels of this block
   int lanes, strands, strand, lane;
+  bool has_vectors;  // whether this thread is one of the lanes and strands
   unsigned begin, end;
   int steps;  // units of this thread
 
   __device__ Tile(const Cut& cut, unsigned block) : cut(cut) {
-    const int tile = static_cast<int>(block % cut.tiles);
-    slab = static_cast<int>(block / cut.tiles % cut.slabs);
-    stream = static_cast<int>(block / cut.tiles / cut.slabs);
-    first = kPlanar ? tile : tile * cut.lanes * kVector;
-    width = kPlanar ? 1 : min(cut.lanes * kVector, cut.channels - first);
+    const int tile = static_cast<int>(cut.tiles.split(block));
+    slab = static_cast<int>(cut.slabs.split(block));
+    stream = static_cast<int>(block);
+    first = kPlanar ? tile : tile * cut.lanes.value() * kVector;
+    width = kPlanar ? 1 : min(cut.lanes.value() * kVector, cut.channels - first);
     lanes = kPlanar ? 1 : width / kVector;
-    strands = static_cast<int>(blockDim.x) / lanes;
-    strand = threadIdx.x / lanes;
-    lane = threadIdx.x - strand * lanes;
+    strands = cut.strands.value();
+    unsigned thread = threadIdx.x;
+    lane = static_cast<int>(cut.lanes.split(thread));
+    strand = static_cast<int>(thread);
+    has_vectors = strand < strands && lane < lanes;
     begin = slab * cut.per_slab;
     end = min(begin + cut.per_slab, cut.units);
     const int left = static_cast<int>(end - begin) - strand;
-    steps = strand < strands && left > 0 ? (left + strands - 1) / strands : 0;
+    steps = has_vectors && left > 0
+                ? static_cast<int>(cut.strands.quotient(static_cast<unsigned>(left + strands - 1)))
+                : 0;
   }
   template <bool kReverse>
   __device__ __forceinline__ unsigned unit(int step) const {
@@ -95,7 +106,7 @@ struct Tile {
   /// The first unit from `unit` on that is not blanked, or `end`.
   __device__ unsigned next_present(unsigned unit, unsigned end) const {
     while (unit < end && is_blank(unit)) {
-      const Index next = (cut.sample_units.quotient(unit) + 1) * cut.sample_units.value();
+      const Index next = (cut.sample_units.quotient(unit) + Index{1}) * cut.sample_units.value();
       unit = static_cast<unsigned>(min(next, static_cast<Index>(end)));
     }
     return unit;
@@ -109,7 +120,8 @@ struct Tile {
       const int last = static_cast<int>(cut.sample_units.quotient(end - 1));
       for (int n = static_cast<int>(cut.sample_units.quotient(begin)) + threadIdx.x % 32; n <= last;
            n += 32) {
-        const Index from = n * cut.sample_units.value(), to = from + cut.sample_units.value();
+        const Index from = Index{n} * cut.sample_units.value(),
+                    to = from + cut.sample_units.value();
         if (!cut.blanked[static_cast<Index>(stream) * cut.samples + n]) {
           present += min(to, static_cast<Index>(end)) - max(from, static_cast<Index>(begin));
         }
@@ -118,10 +130,15 @@ struct Tile {
     }
     return static_cast<double>(present * (kPlanar ? kVector : 1));
   }
+  /// 1 / count of the whole stream, or 0. A division is long, and rarely needed.
+  __device__ __forceinline__ double share(double count) const {
+    if (cut.blanked == nullptr) return cut.share;
+    return count > 0 ? 1 / count : 0.0;
+  }
   /// Advances the counter of this block's stream, if it is the first block of it.
   __device__ __forceinline__ void count_call(const Counter& counter) const {
     if (first > 0 || slab > 0 || threadIdx.x >= 32) return;
-    const Index pixels = cut.sample_units.value() * (kPlanar ? kVector : 1);
+    const Index pixels = Index{cut.sample_units.value()} * (kPlanar ? kVector : 1);
     cuda::count_call(counter, stream, cut.blanked, cut.samples, pixels);
   }
   __device__ __forceinline__ Index channel(int k) const {
@@ -129,7 +146,7 @@ struct Tile {
   }
   /// Where this slab's part of channel k is.
   __device__ __forceinline__ Index part(int k) const {
-    return (static_cast<Index>(stream) * cut.slabs + slab) * cut.channels + first + k;
+    return (static_cast<Index>(stream) * cut.slabs.value() + slab) * cut.channels + first + k;
   }
 };
 
@@ -188,8 +205,8 @@ __host__ __device__ constexpr int table_floats(int rows, int width) {
   return (rows * width + 3) / 4 * 4;
 }
 
-/// Adds two values of each channel over the block and calls finish(k, first, second) for k < width.
-/// `shared`: sum_floats. Ends with a barrier.
+/// Adds two values of each channel over the block and calls finish(k, sum) for k < width, and with
+/// k + width for the second ones. `shared`: sum_floats. Ends with a barrier.
 template <typename T, bool kPlanar, typename Finish>
 __device__ __forceinline__ void sum_over_block(const Tile<T, kPlanar>& tile,
                                                float (&first)[Vector<T>::kSize],
@@ -211,7 +228,7 @@ __device__ __forceinline__ void sum_over_block(const Tile<T, kPlanar>& tile,
       shared[threadIdx.x / 32 * 2] = first[0];
       shared[threadIdx.x / 32 * 2 + 1] = second[0];
     }
-  } else if (tile.strand < tile.strands) {
+  } else if (tile.has_vectors) {
     float* row = shared + tile.strand * width + tile.lane * kVector;
 #pragma unroll
     for (int k = 0; k < kVector; k += 4) {
@@ -222,17 +239,11 @@ __device__ __forceinline__ void sum_over_block(const Tile<T, kPlanar>& tile,
     }
   }
   __syncthreads();
-  float* const scratch = shared + rows * width;
-  float* const totals = scratch + max(static_cast<int>(blockDim.x), width);
-  block_sum_rows(shared, rows, width, scratch, [&](int k, float sum) { totals[k] = sum; });
-  for (int k = threadIdx.x; k < tile.width; k += blockDim.x) {
-    finish(k, totals[k], totals[tile.width + k]);
-  }
-  __syncthreads();
+  block_sum_rows(shared, rows, width, shared + rows * width, finish);
 }
-/// For the widest tile: all rows of all threads, the scratch of block_sum_rows, and the totals.
+/// For the widest tile: all rows of all threads, and the scratch of block_sum_rows.
 __host__ __device__ constexpr int sum_floats(int threads, int width, int vector) {
-  return 2 * threads * vector + (threads > 2 * width ? threads : 2 * width) + 2 * width;
+  return 2 * threads * vector + (threads > 2 * width ? threads : 2 * width);
 }
 
 }  // namespace fusewise::cuda

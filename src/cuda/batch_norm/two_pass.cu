@@ -51,8 +51,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   load(0);
   const Table<T, kPlanar> shifts{shared, tile.lanes};
   float* const rows = shared + table_floats(1, tile.width);
-  Shifts<T, kPlanar>(tile, x, tile.begin, tile.end).store(tile, shifts);
-  __syncthreads();
+  Shifts<T, kPlanar>(tile, x, tile.begin, tile.end).store(tile, shifts, rows);
   float sum[kVector] = {}, squares[kVector] = {};
   for (int step = 0; step < tile.steps; step += kBatch) {
     if (step > 0) load(step);
@@ -66,16 +65,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   const double count = tile.count(tile.begin, tile.end);
   if (tile.first == 0 && threadIdx.x == 0) {
-    parts.counts[static_cast<Index>(tile.stream) * cut.slabs + tile.slab] = count;
+    parts.counts[static_cast<Index>(tile.stream) * cut.slabs.value() + tile.slab] = count;
   }
-  sum_over_block(tile, sum, squares, rows, [&](int k, float total, float total_squares) {
+  float* const totals = rows + sum_floats(kThreads, tile.width, kVector);
+  sum_over_block(tile, sum, squares, rows, [&](int k, float total) { totals[k] = total; });
+  for (int k = threadIdx.x; k < tile.width; k += kThreads) {
     Moments own;
     own.count = count;
-    own.sum = total;
-    own.squares = total_squares;
+    own.sum = totals[k];
+    own.squares = totals[tile.width + k];
     parts.means[tile.part(k)] = own.mean(shifts.at(0, k));
     parts.squares[tile.part(k)] = static_cast<float>(own.central());
-  });
+  }
   tile.count_call(counter);
 }
 
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (int j = 0; j < kBatch; ++j) {
       if (step + j >= tile.steps) break;
       const unsigned unit = tile.template unit<true>(step + j);
-      write_normalized<kResidual>(a, tile, table, unit, tile.offset(unit), batch[j],
+      write_normalized<kResidual>(a, tile, table, tile.is_blank(unit), tile.offset(unit), batch[j],
                                   others[kResidual ? j : 0]);
     }
   }
@@ -176,11 +177,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   const double count = tile.count(tile.begin, tile.end);
   if (tile.first == 0 && threadIdx.x == 0) {
-    parts.counts[static_cast<Index>(tile.stream) * cut.slabs + tile.slab] = count;
+    parts.counts[static_cast<Index>(tile.stream) * cut.slabs.value() + tile.slab] = count;
   }
-  sum_over_block(tile, sum, products, rows, [&](int k, float dv, float dvx) {
-    parts.dv[tile.part(k)] = dv;
-    parts.dvx[tile.part(k)] = dvx;
+  sum_over_block(tile, sum, products, rows, [&](int k, float total) {
+    (k < tile.width ? parts.dv[tile.part(k)] : parts.dvx[tile.part(k - tile.width)]) = total;
   });
 }
 
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (int j = 0; j < kBatch; ++j) {
       if (step + j >= tile.steps) break;
       const unsigned unit = tile.template unit<true>(step + j);
-      write_gradients(a, tile, table, unit, tile.offset(unit), batch[j]);
+      write_gradients(a, tile, table, tile.is_blank(unit), tile.offset(unit), batch[j]);
     }
   }
 }
@@ -283,7 +283,7 @@ Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanke
   const std::int64_t units = samples * sample_units;
   const std::int64_t resident = kBlocks * limits_of(context.device).multiprocessors;
   const std::int64_t most = divide_up(units, kThreads / lanes);  // a vector for each thread
-  return make_cut(x, blanked, lanes, choose_slabs(streams * tiles, resident, most));
+  return make_cut(x, blanked, kThreads, lanes, choose_slabs(streams * tiles, resident, most));
 }
 
 /// The plan of a call and its launches.
@@ -301,13 +301,14 @@ struct Passes {
         vector(static_cast<int>(16 / size_of(x.dtype))),
         channels_last(has_adjacent_channels(x)),
         streaming(2 * x.numel() * size_of(x.dtype) > limits_of(context.device).l2_cache) {
-    width = channels_last ? cut.lanes * vector : 1;
+    width = channels_last ? cut.lanes.value() * vector : 1;
   }
 
-  bool combines() const { return Index{cut.slabs} * width <= kMostOwnParts; }
+  bool combines() const { return Index{cut.slabs.value()} * width <= kMostOwnParts; }
   Launch first(int rows) const {
     return {context, cut.blocks(streams), kThreads,
-            sizeof(float) * (table_floats(rows, width) + sum_floats(kThreads, width, vector))};
+            sizeof(float) *
+                (table_floats(rows, width) + sum_floats(kThreads, width, vector) + 2 * width)};
   }
   /// `follows`: it comes after a kernel of this call. Otherwise it must not load before the kernel
   /// that writes its input is done.
@@ -353,7 +354,7 @@ std::string two_pass_declines(const Context&, const BatchNormStatistics& call) {
 void two_pass_coefficients(const Context& context, const TensorView& x, const TensorView& blanked,
                            const ForwardChannels& f, Coefficients<float>* out) {
   const Passes p(context, x, blanked);
-  const PartMemory<float> memory(context, f.streams, p.cut.slabs, f.channels);
+  const PartMemory<float> memory(context, f.streams, p.cut.slabs.value(), f.channels);
   dispatch(x, false, [&]<typename T>(T, auto planar, auto) {
     launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
                   static_cast<const T*>(x.data), memory.moments(), f.advanced());
@@ -371,7 +372,7 @@ void two_pass_run(const Context& context, const BatchNormActForward& call) {
   const ForwardChannels f = channels_of(call);
   const Passes p(context, call.x, call.blanked);
   const bool own = f.own(), between = f.group != nullptr || (own && !p.combines());
-  const PartMemory<float> memory(context, f.streams, own ? p.cut.slabs : 0, f.channels);
+  const PartMemory<float> memory(context, f.streams, own ? p.cut.slabs.value() : 0, f.channels);
   const Scratch<Coefficients<float>> coefficients(context, between ? f.streams * f.channels : 0);
   NormalizeArguments a{.x = call.x.data,
                        .residual = call.residual.data,
@@ -402,7 +403,8 @@ void two_pass_run(const Context& context, const BatchNormActBackward& call) {
   const Passes p(context, call.x, call.blanked);
   const bool between = needs.sums && !(needs.images && p.combines());
   const std::int64_t all = between ? b.streams * b.channels : 0;
-  const PartMemory<float> memory(context, b.streams, needs.sums ? p.cut.slabs : 0, b.channels);
+  const PartMemory<float> memory(context, b.streams, needs.sums ? p.cut.slabs.value() : 0,
+                                 b.channels);
   const Scratch<Coefficients<float>> coefficients(context, all);
   const Scratch<Corrections<float>> corrections(context, all);
   GradientArguments a{.dy = call.dy.data,

@@ -16,44 +16,46 @@ namespace fusewise::cuda {
 /// far.
 template <typename T, bool kPlanar>
 struct Shifts {
-  static constexpr int kVector = Vector<T>::kSize;
-  Vector<T> few[4] = {};  // 0 if all is blanked
+  static constexpr int kVector = Vector<T>::kSize, kCount = 4;
+  Vector<T> own{};  // a vector of this thread if its strand is below kCount; 0 if all is blanked
 
   /// Starts to load them, all at once.
   __device__ __forceinline__ Shifts(const Tile<T, kPlanar>& tile, const T* x, unsigned begin,
                                     unsigned end) {
-    if (threadIdx.x >= tile.lanes) return;
+    if (tile.strand >= kCount || !tile.has_vectors) return;
     // Uneven, so that they are not the same pixel of several images.
-    constexpr Index kParts[] = {7, 13, 19, 29};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Index size = end - begin;
-      unsigned unit = tile.next_present(begin + static_cast<unsigned>(size * kParts[i] / 32), end);
+    const int part = 7 + 6 * tile.strand + (tile.strand == 3 ? 4 : 0);
+    unsigned unit = begin + static_cast<unsigned>(Index{end - begin} * part / 32);
+    if (tile.cut.blanked != nullptr) {
+      unit = tile.next_present(unit, end);
       if (unit == end) unit = tile.next_present(begin, end);
-      if (unit < end) few[i] = load_vector(x + tile.offset(unit));
     }
+    if (unit < end) own = load_vector(x + tile.offset(unit));
   }
+  /// `shared`: kCount floats for each channel. Ends with a barrier.
   __device__ __forceinline__ void store(const Tile<T, kPlanar>& tile,
-                                        const Table<T, kPlanar>& shifts) const {
-    if (threadIdx.x >= tile.lanes) return;
-    const auto middle = [](float a, float b, float c, float d) {
-      const float low = fmaxf(fminf(a, b), fminf(c, d)), high = fminf(fmaxf(a, b), fmaxf(c, d));
-      return 0.5f * low + 0.5f * high;  // their sum might overflow
-    };
-    if constexpr (kPlanar) {
-      float means[4] = {};
+                                        const Table<T, kPlanar>& shifts, float* shared) const {
+    if (tile.strand < kCount && tile.has_vectors) {
+      float* to = shared + tile.strand * tile.width + tile.lane * kVector;
+      if constexpr (kPlanar) {
+        float mean = 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+        for (int k = 0; k < kVector; ++k) mean += own[k] * (1.0f / kVector);
+        *to = mean;
+      } else {
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) means[i] += few[i][k] * (1.0f / kVector);
-      }
-      shifts.at(0, 0) = middle(means[0], means[1], means[2], means[3]);
-    } else {
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) {
-        shifts.at(0, tile.lane * kVector + k) = middle(few[0][k], few[1][k], few[2][k], few[3][k]);
+        for (int k = 0; k < kVector; ++k) to[k] = own[k];
       }
     }
+    __syncthreads();
+    for (int k = threadIdx.x; k < tile.width; k += blockDim.x) {
+      const float* from = shared + k;
+      const float a = from[0], b = from[tile.width], c = from[2 * tile.width],
+                  d = from[3 * tile.width];
+      const float low = fmaxf(fminf(a, b), fminf(c, d)), high = fminf(fmaxf(a, b), fmaxf(c, d));
+      shifts.at(0, k) = 0.5f * low + 0.5f * high;  // their sum might overflow
+    }
+    __syncthreads();
   }
 };
 
@@ -82,11 +84,11 @@ struct NormalizeArguments {
   bool streaming;  // y does not stay in L2
 };
 
-/// Computes and stores y and the bits of a unit, which is at `at`. `table`: a Table or Held.
+/// Computes and stores y and the bits of the unit at `at`. `table`: a Table or Held.
 template <bool kResidual, Kinds kKinds = Kinds::all, typename T, bool kPlanar, typename Values>
 __device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
                                                  const Tile<T, kPlanar>& tile, const Values& table,
-                                                 unsigned unit, Index at, const Packed<T>& x,
+                                                 bool blank, Index at, const Packed<T>& x,
                                                  const Packed<T>& residual) {
   constexpr int kVector = Vector<T>::kSize;
   float v[kVector], mean[kVector], scale[kVector], shift[kVector];
@@ -104,7 +106,6 @@ __device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
 #pragma unroll
     for (int k = 0; k < kVector; ++k) v[k] += other[k];
   }
-  const bool blank = tile.is_blank(unit);
   if (kResidual && a.passes != nullptr) {
     unsigned bits = blank ? 0 : passing<T>(a.activation, v);
     if constexpr (kVector == 4) {  // two neighbouring lanes share a byte
@@ -202,15 +203,14 @@ __device__ __forceinline__ void add_gradients(const GradientArguments& a, const 
   }
 }
 
-/// Computes and stores dx and dresidual of a unit, which is at `at`.
+/// Computes and stores dx and dresidual of the unit at `at`.
 template <typename T, bool kPlanar, bool kResidual, Kinds kKinds, typename Values>
 __device__ __forceinline__ void write_gradients(
-    const GradientArguments& a, const Tile<T, kPlanar>& tile, const Values& table, unsigned unit,
+    const GradientArguments& a, const Tile<T, kPlanar>& tile, const Values& table, bool blank,
     Index at, const GradientVectors<T, kResidual, kKinds>& vectors) {
   constexpr int kVector = Vector<T>::kSize;
   float d[kVector], centred[kVector];
   vectors.gradient(a, table, tile.lane, d, centred);
-  const bool blank = tile.is_blank(unit);
   const auto store = [&](void* to) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) d[k] = blank ? 0.0f : d[k];
