@@ -196,6 +196,34 @@ __host__ __device__ constexpr int combine_doubles(int width) {
   return 4 * kThreads > 2 * width ? 4 * kThreads : 2 * width;
 }
 
+/// Adds the sums of all threads of the stream and calls finish(k, first, second) for k < width, in
+/// thread k. Calls meanwhile() before it waits for the other blocks. A block that has all of the
+/// stream's units waits for nobody. `row`: of two rows of the table that are free. Ends with a
+/// barrier.
+template <typename T, typename Meanwhile, typename Finish>
+__device__ __forceinline__ void sum_over_grid(const Tile<T, false>& tile,
+                                              const Table<T, false>& table, int row,
+                                              LongSums<Vector<T>::kSize>& own, float* sums,
+                                              float* work, Meanwhile meanwhile, Finish finish) {
+  const bool alone = tile.cut.slabs.value() == 1;
+  float* const to = sums_of(sums, tile.cut, tile.stream, tile.slab) + tile.first;
+  sum_over_block(tile, own.first_total, own.second_total, work, [&](int k, float sum) {
+    const int second = k >= tile.width ? 1 : 0;
+    k -= second * tile.width;
+    (alone ? table.at(row + second, k) : to[second * tile.cut.channels + k]) = sum;
+  });
+  meanwhile();
+  if (alone) {
+    for (int k = threadIdx.x; k < tile.width; k += kThreads) {
+      finish(k, table.at(row, k), table.at(row + 1, k));
+    }
+    __syncthreads();
+  } else {
+    cooperative_groups::this_grid().sync();
+    combine_slabs(tile, sums, reinterpret_cast<double*>(work), finish);
+  }
+}
+
 /// Bytes of shared memory before the slots: the table, and the sums over the block, where later the
 /// slabs are combined.
 __host__ __device__ constexpr int head_bytes(int rows, int width, int vector) {
@@ -254,10 +282,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         },
         [&] { own_sums.move_on(); });
   });
-  float* const own = sums_of(sums, cut, tile.stream, tile.slab) + tile.first;
-  sum_over_block(tile, own_sums.first_total, own_sums.second_total, work, [&](int k, float sum) {
-    own[k < tile.width ? k : cut.channels + k - tile.width] = sum;
-  });
   Index at = origin + static_cast<Index>(tile.steps - 1) * stride;  // of the last step
   next = x + at - kAhead * stride;
   const T* next_residual = static_cast<const T*>(a.residual) + at;
@@ -265,20 +289,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     copy_vector(others.vector(slot, 0), next_residual);
     next_residual -= stride;
   };
-  // What the second pass needs first.
-  if constexpr (kResidual) copy_ahead(tile.steps, others, copy_residual);
-  cooperative_groups::this_grid().sync();
-
-  double mean = 0, variance = 0;  // of this thread's channel
   const double share = tile.share(count);
-  combine_slabs(tile, sums, reinterpret_cast<double*>(work), [&](int k, double d, double dd) {
-    mean = static_cast<double>(table.at(kMean, k)) + d * share;
-    variance = above_0(dd - d * d * share) * share;
-    const float eps = static_cast<float>(a.channels.eps);
-    table.at(kMean, k) = static_cast<float>(mean);
-    table.at(kScale, k) = inverse_deviation(static_cast<float>(variance), eps) * weight;
-    table.at(kShift, k) = bias;
-  });
+  double mean = 0, variance = 0;  // of this thread's channel
+  sum_over_grid(
+      tile, table, kScale, own_sums, sums, work,
+      [&] {  // what the second pass needs first
+        if constexpr (kResidual) copy_ahead(tile.steps, others, copy_residual);
+      },
+      [&](int k, double d, double dd) {
+        mean = static_cast<double>(table.at(kMean, k)) + d * share;
+        variance = above_0(dd - d * d * share) * share;
+        const float eps = static_cast<float>(a.channels.eps);
+        table.at(kMean, k) = static_cast<float>(mean);
+        table.at(kScale, k) = inverse_deviation(static_cast<float>(variance), eps) * weight;
+        table.at(kShift, k) = bias;
+      });
   const Held<T, 3> held(table, tile.lane);
   int other = 0;  // slot of the residual
   with_blanks(cut, [&](auto blanks) {
@@ -372,21 +397,18 @@ __global__ void __launch_bounds__(kThreads, 1)
         },
         [&] { own_sums.move_on(); });
   });
-  float* const own = sums_of(sums, cut, tile.stream, tile.slab) + tile.first;
-  sum_over_block(tile, own_sums.first_total, own_sums.second_total, work, [&](int k, float sum) {
-    own[k < tile.width ? k : cut.channels + k - tile.width] = sum;
-  });
-  cooperative_groups::this_grid().sync();
-
-  combine_slabs(tile, sums, reinterpret_cast<double*>(work), [&](int k, double dv, double dvx) {
-    const Index at = tile.channel(k);
-    const float inverse = of_channel.inverse;
-    const GradientSums<float> all{count, static_cast<float>(dv), static_cast<float>(dvx)};
-    Corrections<float> value = finish_gradient<T>(a.channels, at, all, inverse, tile.slab == 0);
-    if (a.channels.group != nullptr) value = group_corrections<T>(a.channels, at, inverse);
-    table.at(kOffset, k) = value.offset;
-    table.at(kSlope, k) = value.slope;
-  });
+  sum_over_grid(
+      tile, table, kOffset, own_sums, sums, work, [] {},
+      [&](int k, double dv, double dvx) {
+        const Index channel = tile.channel(k);
+        const float inverse = of_channel.inverse;
+        const GradientSums<float> all{count, static_cast<float>(dv), static_cast<float>(dvx)};
+        Corrections<float> value =
+            finish_gradient<T>(a.channels, channel, all, inverse, tile.slab == 0);
+        if (a.channels.group != nullptr) value = group_corrections<T>(a.channels, channel, inverse);
+        table.at(kOffset, k) = value.offset;
+        table.at(kSlope, k) = value.slope;
+      });
   const Held<T, 5> held(table, tile.lane);
   next = at - (kAheadBackward + 1) * stride;  // at: behind the last step
   with_blanks(cut, [&](auto blanks) {
@@ -427,8 +449,8 @@ constexpr Needs forward_needs(bool residual) {
 constexpr Needs backward_needs(bool bits) { return {5, bits ? 36 : 32, kAheadBackward, 0}; }
 
 /// The cut that is expected to be fastest. Its cost is in steps of a thread: those of the widest
-/// slab, more if blocks read short pieces of a pixel, and the time to combine the slabs. The
-/// factors are from measurements on an H200.
+/// slab, more if blocks read short pieces of a pixel, and the time to meet and to combine the
+/// slabs. The factors are from measurements on an H200.
 std::optional<Plan> plan(const Context& context, const TensorView& x, const TensorView& blanked,
                          const Needs& needs) {
   const DeviceLimits& limits = limits_of(context.device);
@@ -437,23 +459,28 @@ std::optional<Plan> plan(const Context& context, const TensorView& x, const Tens
   const std::int64_t units = dimension(x, 4) * dimension(x, 2) * dimension(x, 1);
   std::int64_t best_lanes = 0, best_slabs = 0;
   double least = 0;
-  const auto consider = [&](std::int64_t lanes) {
-    const std::int64_t tiles = divide_up(vectors, lanes);
-    const std::int64_t slabs = limits.multiprocessors / (streams_of(x) * tiles);
+  const auto consider = [&](std::int64_t lanes, std::int64_t slabs) {
     if (slabs == 0) return;
+    const std::int64_t tiles = divide_up(vectors, lanes);
+    const std::int64_t waves = divide_up(streams_of(x) * tiles * slabs, limits.multiprocessors);
     const std::int64_t steps = divide_up(divide_up(units, slabs), kThreads / lanes);
     const double short_pieces = tiles == 1 || lanes >= 16 ? 1.0 : lanes >= 8 ? 1.04 : 1.15;
-    const double cost = static_cast<double>(steps) * short_pieces +
-                        static_cast<double>(std::min(slabs, units) * lanes * vector) / 2500;
+    double cost = static_cast<double>(waves * steps) * short_pieces;
+    if (slabs > 1) {
+      cost += 10 + static_cast<double>(std::min(slabs, units) * lanes * vector) / 2500;
+    }
     if (best_lanes > 0 && cost >= least) return;
     best_lanes = lanes;
     best_slabs = slabs;
     least = cost;
   };
+  const auto consider_all = [&](std::int64_t lanes) {
+    consider(lanes, 1);
+    consider(lanes, limits.multiprocessors / (streams_of(x) * divide_up(vectors, lanes)));
+  };
   // Even, so that blocks do not share 32-byte sectors.
-  for (std::int64_t lanes = 6; lanes <= 24 && lanes < vectors; lanes += 2) consider(lanes);
-  if (vectors <= kMostLanes) consider(vectors);
-  if (best_lanes == 0) return std::nullopt;
+  for (std::int64_t lanes = 2; lanes <= 24 && lanes < vectors; lanes += 2) consider_all(lanes);
+  if (vectors <= kMostLanes) consider_all(vectors);
   const int lanes = static_cast<int>(best_lanes);
   const Cut cut = make_cut(x, blanked, kThreads, lanes, best_slabs);
   const int head = head_bytes(needs.rows, lanes * vector, vector) + kThreads * needs.others;
@@ -473,7 +500,7 @@ std::string declines(const Context& context, const TensorView& x, const TensorVi
     return "asynchronous copies need compute capability 8.0";
   }
   if (!has_adjacent_channels(x)) return "it takes channels-last images";
-  if (!plan(context, x, blanked, needs)) return "its blocks cannot all run at once";
+  if (!plan(context, x, blanked, needs)) return "a block needs more shared memory than there is";
   return {};
 }
 
@@ -482,7 +509,7 @@ Launch launch_of(const Context& context, const TensorView& x, const Plan& plan) 
           .blocks = plan.cut.blocks(streams_of(x)),
           .threads = kThreads,
           .shared_bytes = plan.shared_bytes,
-          .cooperative = true};
+          .cooperative = plan.cut.slabs.value() > 1};
 }
 
 /// Calls body(T, kinds) with a value of x's type and a constant of Kinds.
