@@ -68,7 +68,7 @@ struct Columns {
 // ---- Forward.
 
 /// act(v), as it would be stored.
-template <typename T>
+template <typename T, Kinds kKinds>
 struct Activated {
   const Arguments& a;
   const Channels<T>& channels;
@@ -84,14 +84,13 @@ struct Activated {
 
   template <int kCount>
   __device__ __forceinline__ void operator()(Packed<T> (&pixels)[kCount]) const {
-    const bool smooth = kinds_of(a.activation) == Kinds::smooth;
 #pragma unroll
     for (int t = 0; t < kCount; ++t) {
       float v[kVector<T>];
       pixels[t].unpack(v);
 #pragma unroll
       for (int k = 0; k < kVector<T>; ++k) v[k] = channels.normalized(k, v[k]);
-      if (smooth) activate_all<T, Kinds::smooth>(a.activation, v);
+      if constexpr (kKinds == Kinds::smooth) activate_all<T, kKinds>(a.activation, v);
       pixels[t].pack(v);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -135,9 +134,9 @@ __device__ __forceinline__ Largest<T> largest_of(const Packed<T> (&row)[3], unsi
 }
 
 /// Puts the last NaN of window i in place of what was found. Rare, so it reads x again.
-template <typename T>
+template <typename T, Kinds kKinds>
 __device__ __forceinline__ void take_last_nan(const Arguments& a, const Strip& p, Index i,
-                                              const Activated<T>& activated,
+                                              const Activated<T, kKinds>& activated,
                                               unsigned (&places)[4]) {
 #pragma unroll 1
   for (int place = 0; place < 9; ++place) {
@@ -152,7 +151,7 @@ __device__ __forceinline__ void take_last_nan(const Arguments& a, const Strip& p
   }
 }
 
-template <typename T>
+template <typename T, Kinds kKinds>
 __global__ void __launch_bounds__(kThreads, kWideBlocks)
     pool_kernel(const __grid_constant__ Arguments a, const Coefficients<float>* coefficients) {
   wait_for_previous_kernel();
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, kWideBlocks)
     Channels<T> channels;
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) channels.set(k, own[k]);
-    const Activated<T> activated(a, channels);
+    const Activated<T, kKinds> activated(a, channels);
     const unsigned first = Lanes<T>::place(p.column == 0 ? 1 : 0);
     T* y = a.y.at<T>({p.s, p.n, p.c, p.begin, p.column});
     unsigned char* choices = a.choices == nullptr ? nullptr : a.choices_of(p) + p.begin * a.down();
@@ -216,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, kWideBlocks)
 
 /// Sums of dv and dv * (x - mean) of the slabs. dv is linear in dy, so the windows are summed as
 /// they are, each with the x that it took.
-template <typename T>
+template <typename T, Kinds kKinds>
 __global__ void __launch_bounds__(kThreads, kWideBlocks)
     sums_kernel(const __grid_constant__ Arguments a, const BackwardChannels b,
                 const GradientParts<float> parts) {
@@ -261,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, kWideBlocks)
       gradient.unpack(d);
 #pragma unroll
       for (int k = 0; k < kVector<T>; ++k) v[k] = channels.normalized(k, x[k]);
-      differentiate_all<T>(a.activation, v, d);
+      differentiate_all<T, kKinds>(a.activation, v, d);
 #pragma unroll
       for (int k = 0; k < kVector<T>; ++k) {
         dv[k] += d[k];
@@ -312,7 +311,7 @@ struct WindowPair {
 
 /// Gathers: of the four pixels of x from (2 i, 2 j) on, only four windows can have taken one. So
 /// nothing is scattered. A thread keeps the gradients of the windows below for its next pixels.
-template <typename T>
+template <typename T, Kinds kKinds>
 __global__ void __launch_bounds__(kThreads, kWideBlocks)
     unpool_kernel(const __grid_constant__ Arguments a, bool training,
                   const Coefficients<float>* coefficients, const Corrections<float>* corrections) {
@@ -370,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, kWideBlocks)
         pixels[q].unpack(values);
 #pragma unroll
         for (int k = 0; k < kVector<T>; ++k) v[k] = channels.normalized(k, values[k]);
-        differentiate_all<T>(a.activation, v, d);
+        differentiate_all<T, kKinds>(a.activation, v, d);
 #pragma unroll
         for (int k = 0; k < kVector<T>; ++k) {
           if (training) d[k] -= offset[k] + (values[k] - channels.mean[k]) * slope[k];
@@ -416,6 +415,19 @@ std::string declines(std::initializer_list<const TensorView*> images, const Tens
   return {};
 }
 
+/// Calls body<T, kKinds>(). The code of the smooth activations is long, and between the loads and
+/// stores of the others it would slow them down.
+template <typename Call, typename Body>
+void dispatch(const Call& call, const Body& body) {
+  dispatch_short_dtype(call.x.dtype, [&]<typename T>(T) {
+    if (kinds_of(call.activation) == Kinds::smooth) {
+      body.template operator()<T, Kinds::smooth>();
+    } else {
+      body.template operator()<T, Kinds::piecewise>();
+    }
+  });
+}
+
 }  // namespace
 
 std::string pool_channels_last_declines(const Context&, const BatchNormActPoolForward& call) {
@@ -425,12 +437,14 @@ std::string pool_channels_last_declines(const Context&, const BatchNormActPoolBa
   return declines({&call.x, &call.dy, &call.dx}, call.choices);
 }
 void pool_channels_last_run(const Context& context, const BatchNormActPoolForward& call) {
-  dispatch_short_dtype(call.x.dtype,
-                       [&]<typename T>(T) { run<T>(context, call, kVector<T>, pool_kernel<T>); });
+  dispatch(call, [&]<typename T, Kinds kKinds>() {
+    run<T>(context, call, kVector<T>, pool_kernel<T, kKinds>);
+  });
 }
 void pool_channels_last_run(const Context& context, const BatchNormActPoolBackward& call) {
-  dispatch_short_dtype(call.x.dtype, [&]<typename T>(T) {
-    run<T>(context, call, kVector<T>, BackwardKernels<T>{sums_kernel<T>, unpool_kernel<T>});
+  dispatch(call, [&]<typename T, Kinds kKinds>() {
+    run<T>(context, call, kVector<T>,
+           BackwardKernels<T>{sums_kernel<T, kKinds>, unpool_kernel<T, kKinds>});
   });
 }
 
