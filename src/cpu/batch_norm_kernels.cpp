@@ -324,7 +324,7 @@ class Gradient {
 
  public:
   explicit Gradient(const ActivationGradient<T>& in)
-      : dy_(in.dy), bits_(in.bits), normalize_(in.forward) {}
+      : dy_(in.dy), wide_dy_(in.wide_dy), bits_(in.bits), normalize_(in.forward) {}
 
   /// Whether dv depends on x.
   static constexpr bool kReadsX = !kBits && kKind != Activation::identity;
@@ -339,7 +339,10 @@ class Gradient {
   }
   template <typename... Count>
   LanesOf<T> dv([[maybe_unused]] LanesOf<T> centered, Index row, Index i, Count... count) const {
-    const LanesOf<T> dy = M::load(dy_.data + row * dy_.stride + i, count...);
+    const LanesOf<T> dy =
+        wide_dy_.data != nullptr
+            ? Memory<AccumulatorOf<T>>::load(wide_dy_.data + row * wide_dy_.stride + i, count...)
+            : M::load(dy_.data + row * dy_.stride + i, count...);
     if constexpr (kBits) {
       const unsigned open = load_some_bits<T>(bits_.data + row * bits_.stride, i);
       return select(from_bits(dy, open), dy, LanesOf<T>{});
@@ -356,6 +359,7 @@ class Gradient {
 
  private:
   const Rows<const T> dy_;
+  const Rows<const AccumulatorOf<T>> wide_dy_;
   const Rows<const std::uint8_t> bits_;
   const Normalize<T, kPlanar> normalize_;
 };

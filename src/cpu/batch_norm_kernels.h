@@ -37,10 +37,11 @@ struct Normalization {
 
 /// What backward reads: dv = dy * act'(v), or dy where its bit is set, if there are bits. A row of
 /// bits starts at a byte, and two bytes after the last one must be readable.
-template <typename T>
+template <typename T, typename A = AccumulatorOf<T>>
 struct ActivationGradient {
   Normalization<T> forward;
   Rows<const T> dy;
+  Rows<const A> wide_dy;  // in place of dy, if present
   Rows<const std::uint8_t> bits;
 };
 
@@ -82,7 +83,7 @@ struct BatchNormKernels {
                std::uint8_t* choices);
   /// The gradients of `count` pixels of a row of input, from column `first` on.
   void (*unpool)(const PoolShape& shape, const PoolReaders<T>& readers, std::int64_t first,
-                 std::int64_t count, A* scratch, T* to);
+                 std::int64_t count, A* scratch, A* to);
   /// Conversions of contiguous values.
   void (*widen)(const T* from, std::int64_t count, A* to);
   void (*narrow)(const A* from, std::int64_t count, T* to);

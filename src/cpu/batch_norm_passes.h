@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu/batch_norm_bits.h"
 #include "fusewise/batch_norm.h"
@@ -319,7 +320,8 @@ class Forward {
 
 // Backward. --------------------------------------------------------------------------------------
 
-/// Dy: where dy comes from, an Image or something that looks like one. `more`: what it needs.
+/// Dy: where dy comes from, an Image or something that looks like one with values of type A.
+/// `more`: what it needs.
 template <typename T, typename W, typename Dy = Image<T>>
 class Backward {
   using A = AccumulatorOf<T>;
@@ -445,11 +447,19 @@ class Backward {
   ActivationGradient<T> inputs(Index worker, const BatchNormShape& shape, const Piece& piece,
                                Index offset) const {
     bits_.get(worker, shape, piece, offset);
-    return {
-        {readable(x_.rows(worker, piece, offset)), readable(residual_.rows(worker, piece, offset)),
-         mean_.of(piece), scale_.of(piece), shift_.of(piece), call_.activation},
-        readable(dy_.rows(worker, piece, offset)),
-        readable(bits_.rows(worker, shape))};
+    ActivationGradient<T> in{
+        .forward = {readable(x_.rows(worker, piece, offset)),
+                    readable(residual_.rows(worker, piece, offset)), mean_.of(piece),
+                    scale_.of(piece), shift_.of(piece), call_.activation},
+        .dy = {},
+        .wide_dy = {},
+        .bits = readable(bits_.rows(worker, shape))};
+    if constexpr (std::is_same_v<Dy, Image<T>>) {
+      in.dy = readable(dy_.rows(worker, piece, offset));
+    } else {
+      in.wide_dy = readable(dy_.rows(worker, piece, offset));
+    }
+    return in;
   }
 
   const BatchNormActBackward& call_;

@@ -168,7 +168,7 @@ class PoolForward {
 
 // Backward. --------------------------------------------------------------------------------------
 
-/// The gradient of act(v), by pieces, as Backward reads dy.
+/// The gradient of act(v), by pieces, as Backward reads dy. It stays in the type of sums.
 template <typename T>
 class Unpooled {
   using A = AccumulatorOf<T>;
@@ -192,7 +192,7 @@ class Unpooled {
         copies_(context, workers * 2 * rows_.values()) {}
 
   void gather(Index worker, const Piece& piece) const {
-    T* to = pieces_.data() + worker * geometry_.piece_elements();
+    A* to = pieces_.data() + worker * geometry_.piece_elements();
     const Index image = geometry_.height * geometry_.width;
     for (Index n = 0; n < piece.samples; ++n) {
       for (Index pixel = piece.pixel, end = piece.pixel + piece.pixels; pixel < end;) {
@@ -206,14 +206,14 @@ class Unpooled {
       }
     }
   }
-  Rows<T> rows(Index worker, const Piece& piece, Index offset) const {
+  Rows<A> rows(Index worker, const Piece& piece, Index offset) const {
     return {pieces_.data() + worker * geometry_.piece_elements() + offset * geometry_.channels,
             geometry_.planar ? piece.pixels : geometry_.row()};
   }
 
  private:
   /// Pixels of row p.h of the input.
-  void unpool(Index worker, OutputRows::Place p, Index w, Index count, T* to) const {
+  void unpool(Index worker, OutputRows::Place p, Index w, Index count, A* to) const {
     PoolReaders<T> readers;
     const auto add = [&](Index h, int row) {
       if (h >= rows_.height) return;
@@ -241,8 +241,7 @@ class Unpooled {
   const OutputRows rows_;
   const OutputImage<T> dy_;
   const std::uint8_t* choices_;
-  const Scratch<T> pieces_;
-  const Scratch<A> scratch_;
+  const Scratch<A> pieces_, scratch_;
   const Scratch<T> copies_;
 };
 

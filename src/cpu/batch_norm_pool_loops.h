@@ -75,9 +75,9 @@ void pool_rows(const PoolShape& shape, const T* const (&rows)[3], T* y, std::uin
   }
 }
 
-template <typename T>
+template <typename T, typename A = AccumulatorOf<T>>
 void unpool_rows(const PoolShape& shape, const PoolReaders<T>& from, Index first, Index count,
-                 T* to) {
+                 A* to) {
   using V = LanesOf<T>;
   const PoolReaders<T> readers = from;
   const Index channels = shape.channels, outputs = shape.outputs;
@@ -98,7 +98,7 @@ void unpool_rows(const PoolShape& shape, const PoolReaders<T>& from, Index first
         add(r, one, place);
         if (two) add(r, one + 1, 0);
       }
-      Memory<T>::store(to + (w - first) * channels + c, sum, left...);
+      Memory<A>::store(to + (w - first) * channels + c, sum, left...);
     });
   }
 }
@@ -161,7 +161,7 @@ void pool_plane(const PoolShape& shape, const T* const (&rows)[3], A* scratch, T
 
 template <typename T, typename A = AccumulatorOf<T>>
 void unpool_plane(const PoolShape& shape, const PoolReaders<T>& from, Index first, Index count,
-                  A* scratch, T* to) {
+                  A* scratch, A* to) {
   const Index outputs = shape.outputs;
   A *const dy = scratch, *const pixels = scratch + outputs;
   for (Index w = 0; w < 2 * outputs; ++w) pixels[w] = 0;
@@ -175,7 +175,7 @@ void unpool_plane(const PoolShape& shape, const PoolReaders<T>& from, Index firs
     }
     for (Index j = 1; j < outputs; ++j) pixels[2 * j - 1] += choices[j] == row ? dy[j] : 0;
   }
-  narrow_row(pixels + first, count, to);
+  for (Index w = 0; w < count; ++w) to[w] = pixels[first + w];
 }
 
 template <typename T>
@@ -189,7 +189,7 @@ void pool(const PoolShape& shape, const T* const (&rows)[3], AccumulatorOf<T>* s
 
 template <typename T>
 void unpool(const PoolShape& shape, const PoolReaders<T>& readers, Index first, Index count,
-            AccumulatorOf<T>* scratch, T* to) {
+            AccumulatorOf<T>* scratch, AccumulatorOf<T>* to) {
   if (shape.planar)
     unpool_plane<T>(shape, readers, first, count, scratch, to);
   else

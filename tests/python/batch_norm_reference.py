@@ -217,9 +217,8 @@ class Case:
         outputs = {f"d{name}": t for name, t in zip(tensors, found, strict=True)}
         du = torch.zeros(u.shape, dtype=torch.float64, device=u.device).flatten(-2)
         du = du.scatter_add(-1, pixels.flatten(-2), dy.double().flatten(-2)).view(u.shape)
-        # The gradients of a pixel's windows are added before they are rounded. Torch and our
-        # kernels for the CPU then round the sum to x's dtype; ours for the GPU do not.
-        if not fused or u.is_cpu:
+        # Torch rounds the sum of the gradients of a pixel's windows to x's dtype. Ours do not.
+        if not fused:
             du = du.to(u.dtype)
         right = replace(self, dy=du, residual=None).expected(u)
         return Results(outputs, {name: right[name] for name in outputs})

@@ -8,16 +8,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusewise
-from batch_norm_reference import ACTIVATIONS, pooled
+from batch_norm_reference import ACTIVATIONS, make_case, pooled
 from fusewise.functional import batch_norm_act
 from fusewise.nn import BatchNormAct2d
+from reference import DTYPES
 from test_batch_norm_act import LAYOUTS, new, running
 
 SIZES = [(2, 4, 8, 8), (1, 3, 7, 5), (2, 1, 1, 6), (3, 5, 9, 1), (2, 65, 3, 4), (1, 2, 1, 2)]
 
 
-def implementations():
-    x = torch.zeros(2, 3, 4, 4)
+def implementations(x=None):
+    x = torch.zeros(2, 3, 4, 4) if x is None else x.detach()
     with torch.no_grad():
         (record,) = fusewise.explain(lambda t: batch_norm_act(t, None, None, max_pool=True), x)
     return [entry.name for entry in record.candidates if entry.able]
@@ -64,12 +65,10 @@ def test_sizes_types_and_implementations(dtype, layout):
             expected = pooled(u)
             assert torch.equal(y, expected), (shape, name)
             assert layout == "sliced" or y.is_contiguous(memory_format=LAYOUTS[layout])
-            dy = torch.randn_like(y)
+            # Whole numbers, so that the sum of the gradients of a pixel's windows is exact.
+            dy = torch.randint(-8, 9, y.shape).to(dtype)
             found = torch.autograd.grad(y, (x, weight, bias), dy)
-            # The gradients of a pixel's windows are added before they are rounded.
-            wide = u.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-            (du,) = torch.autograd.grad(pooled(wide), wide, dy.to(wide.dtype))
-            right = torch.autograd.grad(u, (x, weight, bias), du.to(dtype))
+            right = torch.autograd.grad(u, (x, weight, bias), torch.autograd.grad(expected, u, dy))
         torch.testing.assert_close(found[0], right[0], rtol=0, atol=0)
         torch.testing.assert_close(found[1:], right[1:])
 
@@ -93,6 +92,78 @@ def test_ties_nan_and_infinities_as_torch(layout):
         dy = torch.randn_like(y)
         (found,), (right,) = (torch.autograd.grad(a, b, dy) for a, b in ((y, t), (expected, u)))
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_borders_of_strips(device, layout, dtype):
+    """Ties, NaN and -inf at the borders of images and of the strips of eight windows that a GPU's
+    threads take, beside a blanked sample."""
+    for h, w in [(1, 1), (2, 7), (15, 2), (16, 3), (17, 4), (18, 5), (34, 6)]:
+        torch.manual_seed(h)
+        x = torch.randint(-2, 3, (3, 16, h, w)).float()
+        x[torch.rand(x.shape) < 0.02] = torch.nan
+        x[:, 3:6][torch.rand(3, 3, h, w) < 0.8] = -torch.inf
+        x[1] = torch.nan
+        blanked = torch.tensor([False, True, False])
+        for activation in ("identity", "relu", "relu6"):
+            u = ACTIVATIONS[activation](4 * x).requires_grad_()  # relu6 has ties at 6, too
+            expected = pooled(u)
+            dy = torch.randint(-8, 9, expected.shape).float()
+            (du,) = torch.autograd.grad(expected, u, dy)
+            # NaN passes.
+            closed = (u <= 0) & (activation != "identity") | (u >= 6) & (activation == "relu6")
+            expected, right = expected.detach().clone(), (4 * du).masked_fill(closed, 0)
+            expected[1] = right[1] = 0
+            t = x.to(device, dtype).contiguous(memory_format=LAYOUTS[layout]).requires_grad_()
+            mean, var, weight = torch.zeros(16), torch.ones(16) - 1e-5, torch.full((16,), 4.0)
+            statistics = [p.to(device, dtype) for p in (mean, var, weight)]
+            for name in implementations(t):
+                forced = {"batch_norm_act_pool": name, "batch_norm_act_pool_backward": name}
+                with fusewise.implementation(**forced):
+                    y = batch_norm_act(
+                        t,
+                        *statistics,
+                        activation=activation,
+                        max_pool=True,
+                        blanked=blanked.to(device),
+                    )
+                    (found,) = torch.autograd.grad(y, t, dy.to(device, dtype))
+                case = f"{name}, {activation}, {h} x {w}"
+                for one, other in ((y, expected), (found, right)):
+                    torch.testing.assert_close(
+                        one.detach().float().cpu(),
+                        other,
+                        rtol=1e-5 if dtype == torch.float32 else 1e-2,
+                        atol=0,
+                        equal_nan=True,
+                        msg=lambda text, case=case: f"{case}: {text}",
+                    )
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_strips_by_the_accuracy_rule(device, activation, dtypes):
+    for shape in [(3, 16, 17, 5), (1, 8, 34, 33), (2, 24, 15, 1)]:
+        make_case(
+            shape, device, DTYPES[dtypes], "channels_last", activation=activation, residual=False
+        ).check_every_pool()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_windows_are_added_in_float32(device, dtype, layout):
+    """Four windows take the pixel in the middle. Their sum has more digits than x's dtype."""
+    x = torch.zeros(1, 8, 3, 3, device=device, dtype=dtype)
+    x[:, :, 1, 1] = 1
+    x = x.contiguous(memory_format=LAYOUTS[layout])
+    mean, var, weight, bias = (torch.full((8,), v, device=device) for v in (0.0, 1.0, 1.0, 0.0))
+    bias.requires_grad_()
+    y = batch_norm_act(x, mean, var, weight, bias, max_pool=True)
+    small = 2.0**-12
+    dy = torch.tensor([[1, small], [small, small]], device=device, dtype=dtype).expand_as(y)
+    (found,) = torch.autograd.grad(y, bias, dy)
+    assert (found == 1 + 3 * small).all()
 
 
 def test_streams_and_blanked_samples():
