@@ -26,6 +26,8 @@ constexpr int kInFlight = 4;
 /// between the passes does: each block would read all parts of its channels.
 constexpr Index kMostOwnParts = 4608;
 constexpr int kMostLanes = 64;
+/// Vectors that a thread adds in float32. Longer sums would lose digits.
+constexpr std::int64_t kMostSteps = 64;
 
 // ---- Forward.
 
@@ -283,7 +285,9 @@ Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanke
   const std::int64_t units = samples * sample_units;
   const std::int64_t resident = kBlocks * limits_of(context.device).multiprocessors;
   const std::int64_t most = divide_up(units, kThreads / lanes);  // a vector for each thread
-  return make_cut(x, blanked, kThreads, lanes, choose_slabs(streams * tiles, resident, most));
+  const std::int64_t least = divide_up(units, kMostSteps * (kThreads / lanes));
+  return make_cut(x, blanked, kThreads, lanes,
+                  std::max(least, choose_slabs(streams * tiles, resident, most)));
 }
 
 /// The plan of a call and its launches.
