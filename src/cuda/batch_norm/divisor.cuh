@@ -18,8 +18,11 @@ class Divisor {
   }
   __device__ __forceinline__ Index quotient(Index a) const {
     if (wide_) return a / value_;
-    const unsigned low = static_cast<unsigned>(a);
-    return (__umulhi(low, magic_) + low) >> shift_;
+    return narrow_quotient(static_cast<unsigned>(a));
+  }
+  /// The same for a divisor that is not wide, without the branch.
+  __device__ __forceinline__ unsigned narrow_quotient(unsigned a) const {
+    return (__umulhi(a, magic_) + a) >> shift_;
   }
   /// a becomes the quotient; returns the remainder.
   __device__ __forceinline__ Index split(Index& a) const {

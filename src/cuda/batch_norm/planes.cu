@@ -75,7 +75,7 @@ struct PlanePart {
   __device__ __forceinline__ Piece piece(int step) const {
     const unsigned unit = begin + slot(step);
     if (unit >= end) return {};
-    const int sample = static_cast<int>(cut.plane_units.quotient(unit));
+    const int sample = static_cast<int>(cut.plane_units.narrow_quotient(unit));
     const int in_plane =
         static_cast<int>(unit) - sample * static_cast<int>(cut.plane_units.value());
     const Index start = origin + sample * stride;
@@ -121,13 +121,20 @@ struct PlanePart {
     }
     return static_cast<double>(present) * cut.pixels;
   }
-  /// Starts the copy of a vector. Behind the images there is nothing to read.
-  __device__ __forceinline__ void copy(unsigned char* shared, const void* from, Index at) const {
+  /// Starts the copies of a vector of each image, to the same slot of each image in shared memory.
+  /// Behind the images there is nothing to read.
+  template <typename... Images>
+  __device__ __forceinline__ void copy(unsigned char* shared, Index at, Images... images) const {
     const Index left = cut.total - at;
     const int real = left < kVector ? static_cast<int>(left * sizeof(T)) : 16;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-                 "l"(static_cast<const T*>(from) + at), "r"(real)
-                 : "memory");
+    std::uint32_t to = shared_address(shared);
+    const auto copy_one = [&](const void* image) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                   "l"(static_cast<const T*>(image) + at), "r"(real)
+                   : "memory");
+      to += cut.per_block * 16;
+    };
+    (copy_one(images), ...);
   }
 };
 
@@ -304,8 +311,8 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     if (second) step -= part.steps;
     const Piece piece = part.piece(step);
     if (piece.high == 0) return;
-    part.copy((second ? residuals : memory) + part.slot(step) * 16, second ? a.residual : a.x,
-              piece.at);
+    part.copy((second ? residuals : memory) + part.slot(step) * 16, piece.at,
+              second ? a.residual : a.x);
   };
   copy_and_use(part.steps, kResidual ? 2 * part.steps : part.steps, copy, [&](int step) {
     const Piece piece = part.piece(step);
@@ -398,10 +405,9 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     const Piece piece = part.piece(step);
     if (piece.high == 0) return;
     unsigned char* const to = memory + part.slot(step) * 16;
-    part.copy(to, a.dy, piece.at);
-    part.copy(to + image, a.x, piece.at);
-    if constexpr (kResidual) part.copy(to + 2 * image, a.residual, piece.at);
-    if (kResidual || a.passes == nullptr) return;
+    if constexpr (kResidual) return part.copy(to, piece.at, a.dy, a.x, a.residual);
+    part.copy(to, piece.at, a.dy, a.x);
+    if (a.passes == nullptr) return;
     const Index byte = piece.at / 32 * 4;
     copy_word(words + part.slot(step) * 4, a.passes + byte,
               static_cast<int>(min(Index{4}, bit_bytes - byte)));
