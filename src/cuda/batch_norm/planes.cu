@@ -79,7 +79,7 @@ struct PlanePart {
     const int in_plane =
         static_cast<int>(unit) - sample * static_cast<int>(cut.plane_units.value());
     const Index start = origin + sample * stride;
-    const int place = in_plane * kVector - static_cast<int>(start % kVector);  // in the plane
+    const int place = in_plane * kVector - static_cast<int>(start & (kVector - 1));  // in the plane
     if (place >= cut.pixels) return {};
     return {start + place, max(0, -place), min(kVector, cut.pixels - place), is_blank(sample),
             in_plane > 0};
