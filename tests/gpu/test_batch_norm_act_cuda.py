@@ -70,17 +70,21 @@ def test_fast_implementations(layout, dtypes, activation):
             checked = case.check_every_implementation()
             assert {"general", "two_pass"} <= checked
             assert ("resident" in checked) == (layout == "channels_last")
+            assert ("planes" in checked) == (layout == "nchw")
 
 
-@pytest.mark.parametrize("size", [14, 7])
-def test_planes_that_are_not_a_multiple_of_16_bytes(size):
-    case = make_case((32, 64, size, size), "cuda", DTYPES["fp16"], "nchw")
-    assert case.check_every_implementation() == {"general"}
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16-fp32"])
+@pytest.mark.parametrize("size", [33, 14, 7])
+def test_planes_that_are_not_a_multiple_of_16_bytes(size, dtypes, activation):
+    case = make_case((32, 65, size, size), "cuda", DTYPES[dtypes], "nchw", activation=activation)
+    assert {"planes", "general"} <= case.check_every_implementation()
 
 
-@pytest.mark.parametrize("name", ["resident", "two_pass", "general"])
+@pytest.mark.parametrize("name", ["resident", "planes", "two_pass", "general"])
 def test_a_forced_implementation_is_the_one_that_runs(name):
-    case = make_case((16, 64, 14, 14), "cuda", DTYPES["fp16"], "channels_last")
+    layout = "nchw" if name == "planes" else "channels_last"
+    case = make_case((16, 64, 14, 14), "cuda", DTYPES["fp16"], layout)
     with fusewise.implementation(batch_norm_act=name, batch_norm_act_backward=name):
         x = case.x.detach().requires_grad_()
         records = fusewise.explain(
@@ -92,6 +96,7 @@ def test_a_forced_implementation_is_the_one_that_runs(name):
     kernels = {event.key for event in profile.key_averages()}
     expected = {
         "resident": ("forward_kernel", "backward_kernel"),
+        "planes": ("forward_kernel", "backward_kernel"),
         "two_pass": ("gradient_sums_kernel", "normalize_kernel"),
         "general": ("gradient_sums_kernel", "normalize_kernel"),
     }[name]
@@ -99,9 +104,11 @@ def test_a_forced_implementation_is_the_one_that_runs(name):
         assert any(kernel in key for key in kernels), f"{kernel} did not run: {kernels}"
 
 
-@pytest.mark.parametrize("name", ["resident", "two_pass", "general"])
+@pytest.mark.parametrize("name", ["resident", "planes", "two_pass", "general"])
 def test_every_implementation_counts_the_updates_of_each_stream(name):
     x = torch.randn(3, 40, 4, 4, 16, device="cuda").movedim(-1, 2)
+    if name == "planes":
+        x = x.contiguous()
     mean, var = torch.zeros(3, 16, device="cuda"), torch.ones(3, 16, device="cuda")
     counters = torch.tensor([5, 6, 7], device="cuda")
     blanked = torch.zeros(3, 40, dtype=torch.bool, device="cuda")

@@ -83,7 +83,7 @@ bool has_adjacent_channels(const TensorView& x) {
   return dimension(x, 3) > 1 && x.strides[x.rank - 3] == 1;
 }
 
-std::string dense_decline(std::initializer_list<const TensorView*> images, bool with_bits) {
+std::string image_decline(std::initializer_list<const TensorView*> images) {
   const TensorView& x = **images.begin();
   if (x.dtype == DType::f64) return "it has no float64 kernels";
   if (x.numel() == 0) return "the batch is empty";
@@ -97,17 +97,25 @@ std::string dense_decline(std::initializer_list<const TensorView*> images, bool 
       return "an image does not start on a 16-byte boundary";
     }
   }
-  const std::int64_t channels = dimension(x, 3), pixels = dimension(x, 2) * dimension(x, 1);
-  const std::int64_t inner = channels_last ? channels : pixels;
+  const std::int64_t pixels = dimension(x, 2) * dimension(x, 1), most = std::int64_t{1} << 30;
+  if (dimension(x, 3) >= most || dimension(x, 4) * pixels >= most ||
+      (x.rank == 5 && x.sizes[0] >= most)) {
+    return "a dimension is too large for its 32-bit indices";
+  }
+  return {};
+}
+
+std::string dense_decline(std::initializer_list<const TensorView*> images, bool with_bits) {
+  std::string reason = image_decline(images);
+  if (!reason.empty()) return reason;
+  const TensorView& x = **images.begin();
+  const bool channels_last = has_adjacent_channels(x);
+  const std::int64_t inner = channels_last ? dimension(x, 3) : dimension(x, 2) * dimension(x, 1);
   if (inner * size_of(x.dtype) % 16 != 0) {
     return channels_last ? "the channels of a pixel are not a multiple of 16 bytes"
                          : "the pixels of a channel are not a multiple of 16 bytes";
   }
   if (with_bits && inner % 8 != 0) return "the bits of relu do not fill bytes";
-  const std::int64_t most = std::int64_t{1} << 30;
-  if (channels >= most || dimension(x, 4) * pixels >= most || (x.rank == 5 && x.sizes[0] >= most)) {
-    return "a dimension is too large for its 32-bit indices";
-  }
   return {};
 }
 

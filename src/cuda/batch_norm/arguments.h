@@ -66,8 +66,11 @@ inline std::int64_t dimension(const TensorView& t, int from_end) {
 }
 inline std::int64_t streams_of(const TensorView& x) { return x.rank == 5 ? x.sizes[0] : 1; }
 
-/// Why kernels with 16-byte accesses cannot take these images, as a sentence, or empty if they can.
-/// The first one is x; absent ones do not matter.
+/// Why kernels for dense images with 16-byte accesses cannot take these, as a sentence, or empty if
+/// they can. The first one is x; absent ones do not matter.
+std::string image_decline(std::initializer_list<const TensorView*> images);
+/// The same for kernels in which each vector of 16 bytes has values of one channel, or of one
+/// pixel.
 std::string dense_decline(std::initializer_list<const TensorView*> images, bool with_bits);
 
 }  // namespace fusewise::cuda

@@ -2,6 +2,7 @@
 
 #include "common/operators.h"
 #include "cuda/batch_norm/general.cuh"
+#include "cuda/batch_norm/planes.cuh"
 #include "cuda/batch_norm/pool.cuh"
 #include "cuda/batch_norm/resident.cuh"
 #include "cuda/batch_norm/two_pass.cuh"
@@ -12,6 +13,7 @@ namespace {
 template <typename Call>
 constexpr Implementation<Call> kList[] = {
     {"resident", resident_declines, resident_run},
+    {"planes", planes_declines, planes_run},
     {"two_pass", two_pass_declines, two_pass_run},
     {"general", [](const Context&, const Call&) { return std::string(); }, general_run}};
 

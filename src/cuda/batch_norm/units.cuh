@@ -10,6 +10,12 @@ namespace fusewise::cuda {
 
 // ---- Forward.
 
+/// The mean of four values without the largest and the smallest.
+__device__ __forceinline__ float middle(float a, float b, float c, float d) {
+  const float low = fmaxf(fminf(a, b), fminf(c, d)), high = fminf(fmaxf(a, b), fmaxf(c, d));
+  return 0.5f * low + 0.5f * high;  // their sum might overflow
+}
+
 /// A value near the mean of each channel of a block, so that the squares of the differences from it
 /// do not cancel: of four values across the units from `begin` to `end`, the mean without the
 /// largest and the smallest. One unusual value, as from the border of an image, does not move it
@@ -50,27 +56,32 @@ struct Shifts {
     __syncthreads();
     for (int k = threadIdx.x; k < tile.width; k += blockDim.x) {
       const float* from = shared + k;
-      const float a = from[0], b = from[tile.width], c = from[2 * tile.width],
-                  d = from[3 * tile.width];
-      const float low = fmaxf(fminf(a, b), fminf(c, d)), high = fminf(fmaxf(a, b), fmaxf(c, d));
-      shifts.at(0, k) = 0.5f * low + 0.5f * high;  // their sum might overflow
+      shifts.at(0, k) =
+          middle(from[0], from[tile.width], from[2 * tile.width], from[3 * tile.width]);
     }
     __syncthreads();
   }
 };
 
 /// Adds a vector, shifted.
-template <typename T, int kVector>
-__device__ __forceinline__ void add_moments(const Packed<T>& packed, const float (&shift)[kVector],
-                                            float (&sum)[kVector], float (&squares)[kVector]) {
-  float values[kVector];
-  packed.unpack(values);
+template <int kVector>
+__device__ __forceinline__ void add_moments(const float (&values)[kVector],
+                                            const float (&shift)[kVector], float (&sum)[kVector],
+                                            float (&squares)[kVector]) {
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     const float d = values[k] - shift[k];
     sum[k] += d;
     squares[k] = fmaf(d, d, squares[k]);
   }
+}
+
+template <typename T, int kVector>
+__device__ __forceinline__ void add_moments(const Packed<T>& packed, const float (&shift)[kVector],
+                                            float (&sum)[kVector], float (&squares)[kVector]) {
+  float values[kVector];
+  packed.unpack(values);
+  add_moments(values, shift, sum, squares);
 }
 
 struct NormalizeArguments {
@@ -84,18 +95,15 @@ struct NormalizeArguments {
   bool streaming;  // y does not stay in L2
 };
 
-/// Computes and stores y and the bits of the unit at `at`. `table`: a Table or Held.
-template <bool kResidual, Kinds kKinds = Kinds::all, typename T, bool kPlanar, typename Values>
-__device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
-                                                 const Tile<T, kPlanar>& tile, const Values& table,
-                                                 bool blank, Index at, const Packed<T>& x,
-                                                 const Packed<T>& residual) {
-  constexpr int kVector = Vector<T>::kSize;
-  float v[kVector], mean[kVector], scale[kVector], shift[kVector];
+/// v of a vector. `table`: a Table or Held.
+template <bool kResidual, typename T, int kVector, typename Values>
+__device__ __forceinline__ void normalize(const Values& table, int lane, const Packed<T>& x,
+                                          const Packed<T>& residual, float (&v)[kVector]) {
+  float mean[kVector], scale[kVector], shift[kVector];
   x.unpack(v);
-  table.get(kMean, tile.lane, mean);
-  table.get(kScale, tile.lane, scale);
-  table.get(kShift, tile.lane, shift);
+  table.get(kMean, lane, mean);
+  table.get(kScale, lane, scale);
+  table.get(kShift, lane, shift);
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     v[k] = Coefficients<float>{mean[k], scale[k], shift[k], 0}(v[k]);
@@ -106,6 +114,17 @@ __device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
 #pragma unroll
     for (int k = 0; k < kVector; ++k) v[k] += other[k];
   }
+}
+
+/// Computes and stores y and the bits of the unit at `at`.
+template <bool kResidual, Kinds kKinds = Kinds::all, typename T, bool kPlanar, typename Values>
+__device__ __forceinline__ void write_normalized(const NormalizeArguments& a,
+                                                 const Tile<T, kPlanar>& tile, const Values& table,
+                                                 bool blank, Index at, const Packed<T>& x,
+                                                 const Packed<T>& residual) {
+  constexpr int kVector = Vector<T>::kSize;
+  float v[kVector];
+  normalize<kResidual>(table, tile.lane, x, residual, v);
   if (kResidual && a.passes != nullptr) {
     unsigned bits = blank ? 0 : passing<T>(a.activation, v);
     if constexpr (kVector == 4) {  // two neighbouring lanes share a byte
@@ -203,6 +222,25 @@ __device__ __forceinline__ void add_gradients(const GradientArguments& a, const 
   }
 }
 
+/// d becomes dx from dv.
+template <int kVector, typename Values>
+__device__ __forceinline__ void differentiate_norm(const GradientArguments& a, const Values& table,
+                                                   int lane, const float (&centred)[kVector],
+                                                   float (&d)[kVector]) {
+  float row[kVector];
+  if (a.channels.training) {
+    table.get(kOffset, lane, row);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) d[k] -= row[k];
+    table.get(kSlope, lane, row);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) d[k] = fmaf(-centred[k], row[k], d[k]);
+  }
+  table.get(kScale, lane, row);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) d[k] *= row[k];
+}
+
 /// Computes and stores dx and dresidual of the unit at `at`.
 template <typename T, bool kPlanar, bool kResidual, Kinds kKinds, typename Values>
 __device__ __forceinline__ void write_gradients(
@@ -220,18 +258,7 @@ __device__ __forceinline__ void write_gradients(
   };
   if (a.dresidual != nullptr) store(a.dresidual);
   if (a.dx == nullptr) return;
-  float row[kVector];
-  if (a.channels.training) {
-    table.get(kOffset, tile.lane, row);
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) d[k] -= row[k];
-    table.get(kSlope, tile.lane, row);
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) d[k] = fmaf(-centred[k], row[k], d[k]);
-  }
-  table.get(kScale, tile.lane, row);
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) d[k] *= row[k];
+  differentiate_norm(a, table, tile.lane, centred, d);
   store(a.dx);
 }
 

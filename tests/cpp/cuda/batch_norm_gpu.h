@@ -16,7 +16,7 @@ namespace fusewise::testing {
 class CudaBatchNorm : public NeedsGpu {};
 
 inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-inline constexpr const char* kEntries[] = {"resident", "two_pass", "general"};
+inline constexpr const char* kEntries[] = {"resident", "planes", "two_pass", "general"};
 
 struct Case {
   Index s = 0, n = 2, c = 16, h = 5, w = 8;  // s = 0: no dimension for streams
@@ -514,6 +514,7 @@ inline void expect_all(const Case& is) {
     const bool reads = name == "backward" && is.residual && !is.keeps_bits() &&
                        is.activation != Activation::identity;
     EXPECT_EQ(ran.contains(name + " resident"), one_kernel && !reads) << name << ", " << is.name();
+    EXPECT_EQ(ran.contains(name + " planes"), !one_kernel) << name << ", " << is.name();
   }
 }
 

@@ -58,6 +58,70 @@ TEST_F(CudaBatchNorm, ShortResident) {
   }
 }
 
+TEST_F(CudaBatchNorm, ShortPlanes) {
+  struct Sizes {
+    Index s, n, c, h, w;
+  };
+  // Planes of whole vectors and others, planes smaller than a vector, one block and clusters.
+  for (const Sizes& z : {Sizes{0, 4, 8, 7, 7},
+                         {0, 2, 16, 14, 14},
+                         {0, 32, 3, 1, 3},
+                         {0, 16, 2, 1, 2},
+                         {2, 5, 16, 11, 13},
+                         {0, 16, 2, 33, 33},
+                         {3, 4, 40, 17, 2},
+                         {0, 8, 2, 64, 65},
+                         {0, 1, 300, 4, 8}}) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      for (const Activation activation : {Activation::relu, Activation::silu}) {
+        for (const bool residual : {false, true}) {
+          const std::set<std::string> ran = expect_case({.s = z.s,
+                                                         .n = z.n,
+                                                         .c = z.c,
+                                                         .h = z.h,
+                                                         .w = z.w,
+                                                         .data = dtype,
+                                                         .layout = Layout::nchw,
+                                                         .other = Layout::nchw,
+                                                         .activation = activation,
+                                                         .residual = residual,
+                                                         .blanked = z.s > 0});
+          EXPECT_TRUE(ran.contains("forward planes"));
+          EXPECT_TRUE(ran.contains("backward planes"));
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, ShortNaNStaysInItsChannel) {
+  for (const char* name : kEntries) {
+    for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
+      Problem p = make({.n = 4,
+                        .c = 8,
+                        .h = 7,
+                        .w = 7,
+                        .data = DType::f16,
+                        .layout = layout,
+                        .other = layout,
+                        .residual = true});
+      const auto is_bad = [&](Index i) { return i / p.is.pixels() % p.is.c == 3; };
+      for (Index i = 0; i < p.x.numel(); ++i) {
+        if (is_bad(i)) p.x.set(i, kNaN), p.dy.set(i, kNaN), p.residual.set(i, kNaN);
+      }
+      OnGpu gpu(p);
+      if (!takes(name, gpu.forward()) || !takes(name, gpu.backward())) continue;
+      run(name, gpu.forward());
+      run(name, gpu.backward());
+      gpu.fetch();
+      for (Index i = 0; i < p.x.numel(); ++i) {
+        const bool all = std::isfinite(p.y.get(i)) && std::isfinite(p.dx.get(i));
+        ASSERT_EQ(all, !is_bad(i)) << name << ", element " << i;
+      }
+    }
+  }
+}
+
 TEST_F(CudaBatchNorm, EveryLayout) {
   for (const Layout layout : kLayouts) {
     for (const Layout other : kLayouts) {
@@ -309,7 +373,9 @@ TEST_F(CudaBatchNorm, RerunsAreBitIdentical) {
 
 TEST_F(CudaBatchNorm, CapturedInAGraph) {
   for (const char* name : kEntries) {
-    Problem p = make({.data = DType::f16, .residual = true});
+    const bool planar = std::string(name) == "planes";
+    const Layout layout = planar ? Layout::nchw : Layout::channels_last;
+    Problem p = make({.data = DType::f16, .layout = layout, .other = layout, .residual = true});
     const Expected expected = forward_reference(p);
     OnGpu gpu(p);
     cudaStream_t stream = nullptr;
