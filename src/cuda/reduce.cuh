@@ -104,9 +104,10 @@ __device__ __forceinline__ void block_sum(int most_parts, int width, A* scratch,
   __syncthreads();
 }
 
-/// Calls finish(k, sum over `count` rows of rows[row * width + k]) for rows in shared memory.
-template <typename A, typename Finish>
-__device__ __forceinline__ void block_sum_rows(const A* rows, int count, int width, A* scratch,
+/// Calls finish(k, sum over `count` rows of rows[row * width + k]) for rows in shared memory. Adds
+/// in the scratch's type.
+template <typename T, typename A, typename Finish>
+__device__ __forceinline__ void block_sum_rows(const T* rows, int count, int width, A* scratch,
                                                Finish finish) {
   block_sum(
       count, width, scratch,

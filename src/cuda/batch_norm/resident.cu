@@ -156,26 +156,14 @@ __device__ void combine_slabs(const Tile<T, false>& tile, float* sums, double* s
     const float* from = sums_of(sums, tile.cut, tile.stream, 0) + tile.first +
                         (k < width ? k : channels + k - width);
     double total[4] = {};
-    constexpr int kBatch = 10;  // loads at once: one after the other, each would take 0.6 us
-#pragma unroll 1
-    for (int first = row; first < slabs; first += kBatch * rows) {
-      float4 parts[kBatch];
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int slab = first + j * rows;
-        parts[j] = make_float4(0, 0, 0, 0);
-        if (slab < slabs) {
-          const float* part = from + static_cast<Index>(slab) * 2 * channels;
-          parts[j] = __ldcg(reinterpret_cast<const float4*>(part));
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        total[0] += parts[j].x;
-        total[1] += parts[j].y;
-        total[2] += parts[j].z;
-        total[3] += parts[j].w;
-      }
+#pragma unroll 8
+    for (int slab = row; slab < slabs; slab += rows) {
+      const float4 part =
+          __ldcg(reinterpret_cast<const float4*>(from + static_cast<Index>(slab) * 2 * channels));
+      total[0] += part.x;
+      total[1] += part.y;
+      total[2] += part.z;
+      total[3] += part.w;
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) shared[row * 2 * width + k + j] = total[j];
@@ -207,10 +195,11 @@ __device__ __forceinline__ void sum_over_grid(const Tile<T, false>& tile,
                                               float* work, Meanwhile meanwhile, Finish finish) {
   const bool alone = tile.cut.slabs.value() == 1;
   float* const to = sums_of(sums, tile.cut, tile.stream, tile.slab) + tile.first;
-  sum_over_block(tile, own.first_total, own.second_total, work, [&](int k, float sum) {
+  sum_over_block(tile, own.first_total, own.second_total, work, [&](int k, double sum) {
     const int second = k >= tile.width ? 1 : 0;
     k -= second * tile.width;
-    (alone ? table.at(row + second, k) : to[second * tile.cut.channels + k]) = sum;
+    (alone ? table.at(row + second, k) : to[second * tile.cut.channels + k]) =
+        static_cast<float>(sum);
   });
   meanwhile();
   if (alone) {
@@ -305,22 +294,23 @@ __global__ void __launch_bounds__(kThreads, 1)
         table.at(kShift, k) = bias;
       });
   const Held<T, 3> held(table, tile.lane);
-  int other = 0;  // slot of the residual
+  int other = 0, used = 0;  // slots of the residual
   with_blanks(cut, [&](auto blanks) {
     second_pass(
         tile.steps, slots, end,
         [&](int slot, bool is_missing) {
           if (is_missing) copy_vector(slots.vector(slot, 0), next);
           next -= stride;
-          if constexpr (kResidual) {
-            copy_residual(other);
-            other = others.after(other);
-          }
+          if constexpr (kResidual) copy_residual(used);
         },
         [&](int step, int slot) {
           Packed<T> values, added;
           values.load_shared(slots.vector(slot, 0));
-          if constexpr (kResidual) added.load_shared(others.vector(other, 0));
+          if constexpr (kResidual) {
+            added.load_shared(others.vector(other, 0));
+            used = other;
+            other = others.after(other);
+          }
           const bool blank = blanks && tile.is_blank(tile.template unit<false>(step));
           write_normalized<kResidual, kKinds>(a, tile, held, blank, at, values, added);
           at -= stride;
@@ -464,7 +454,10 @@ std::optional<Plan> plan(const Context& context, const TensorView& x, const Tens
     const std::int64_t tiles = divide_up(vectors, lanes);
     const std::int64_t waves = divide_up(streams_of(x) * tiles * slabs, limits.multiprocessors);
     const std::int64_t steps = divide_up(divide_up(units, slabs), kThreads / lanes);
-    const double short_pieces = tiles == 1 || lanes >= 16 ? 1.0 : lanes >= 8 ? 1.04 : 1.15;
+    const double short_pieces = tiles == 1 || lanes >= 16 ? 1.0
+                                : lanes >= 8              ? 1.04
+                                : lanes >= 6              ? 1.15
+                                                          : 2.0;
     double cost = static_cast<double>(waves * steps) * short_pieces;
     if (slabs > 1) {
       cost += 10 + static_cast<double>(std::min(slabs, units) * lanes * vector) / 2500;

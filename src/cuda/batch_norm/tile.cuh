@@ -205,8 +205,8 @@ __host__ __device__ constexpr int table_floats(int rows, int width) {
   return (rows * width + 3) / 4 * 4;
 }
 
-/// Adds two values of each channel over the block and calls finish(k, sum) for k < width, and with
-/// k + width for the second ones. `shared`: sum_floats. Ends with a barrier.
+/// Adds two values of each channel over the block, in float64, and calls finish(k, sum) for
+/// k < width, and with k + width for the second ones. `shared`: sum_floats. Ends with a barrier.
 template <typename T, bool kPlanar, typename Finish>
 __device__ __forceinline__ void sum_over_block(const Tile<T, kPlanar>& tile,
                                                float (&first)[Vector<T>::kSize],
@@ -239,11 +239,11 @@ __device__ __forceinline__ void sum_over_block(const Tile<T, kPlanar>& tile,
     }
   }
   __syncthreads();
-  block_sum_rows(shared, rows, width, shared + rows * width, finish);
+  block_sum_rows(shared, rows, width, reinterpret_cast<double*>(shared + rows * width), finish);
 }
 /// For the widest tile: all rows of all threads, and the scratch of block_sum_rows.
 __host__ __device__ constexpr int sum_floats(int threads, int width, int vector) {
-  return 2 * threads * vector + (threads > 2 * width ? threads : 2 * width);
+  return 2 * threads * vector + 2 * (threads > 2 * width ? threads : 2 * width);
 }
 
 }  // namespace fusewise::cuda

@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     parts.counts[static_cast<Index>(tile.stream) * cut.slabs.value() + tile.slab] = count;
   }
   float* const totals = rows + sum_floats(kThreads, tile.width, kVector);
-  sum_over_block(tile, sum, squares, rows, [&](int k, float total) { totals[k] = total; });
+  sum_over_block(tile, sum, squares, rows,
+                 [&](int k, double total) { totals[k] = static_cast<float>(total); });
   for (int k = threadIdx.x; k < tile.width; k += kThreads) {
     Moments own;
     own.count = count;
@@ -181,8 +182,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (tile.first == 0 && threadIdx.x == 0) {
     parts.counts[static_cast<Index>(tile.stream) * cut.slabs.value() + tile.slab] = count;
   }
-  sum_over_block(tile, sum, products, rows, [&](int k, float total) {
-    (k < tile.width ? parts.dv[tile.part(k)] : parts.dvx[tile.part(k - tile.width)]) = total;
+  sum_over_block(tile, sum, products, rows, [&](int k, double total) {
+    (k < tile.width ? parts.dv[tile.part(k)] : parts.dvx[tile.part(k - tile.width)]) =
+        static_cast<float>(total);
   });
 }
 
