@@ -17,33 +17,35 @@
 namespace fusewise::cuda {
 namespace {
 
-constexpr int kMostThreads = 512, kMostBlocks = 8;  // of a block, of a cluster
-/// Steps that copies run ahead of their use.
-constexpr int kAhead = 8;
+constexpr int kMostThreads = 512, kMostBlocks = 16;  // of a block, of a cluster
+/// Steps that copies run ahead of their use. Less with a residual, because its ring needs room.
+constexpr int kAhead = 8, kAheadResidual = 6;
 
 /// How a channel is cut. A unit is an aligned vector of 16 bytes with values of the plane. The
 /// first and the last of a plane may also have values of its neighbours in memory.
 struct PlaneCut {
   int channels, samples, pixels;
-  Index total;          // values of all images
-  Divisor plane_units;  // the most that a plane can have
+  Index total;                    // values of all images
+  double share;                   // 1 / values of a channel
+  Divisor plane_units;            // the most that a plane can have
+  int plane_values;               // of these units
+  int step_samples, step_values;  // from a thread's unit to its next
   unsigned units, per_block;
   int cluster;          // blocks per channel
   const bool* blanked;  // [S, N], may be null
 };
 
-/// A unit: the values from `low` to `high` of the vector at `at`. None if high is 0.
+/// The values of the vector at `at` that are of the plane: a bit for each. None if mask is 0.
+template <int kVector>
 struct Piece {
+  static constexpr unsigned kWhole = (1u << kVector) - 1;
+
   Index at = 0;
-  int low = 0, high = 0;
-  bool blank = false;
+  unsigned mask = 0;
   bool follows = false;  // the unit before it is of the same plane
 
-  template <int kVector>
-  __device__ __forceinline__ bool is_whole() const {
-    return high - low == kVector;
-  }
-  __device__ __forceinline__ bool has(int k) const { return k >= low && k < high; }
+  __device__ __forceinline__ bool is_whole() const { return mask == kWhole; }
+  __device__ __forceinline__ bool has(int k) const { return (mask >> k & 1) != 0; }
 };
 
 /// A block's part of its channel.
@@ -69,20 +71,14 @@ struct PlanePart {
     stride = static_cast<Index>(cut.channels) * cut.pixels;
     origin = (static_cast<Index>(stream) * cut.samples * cut.channels + channel) * cut.pixels;
   }
-  __device__ __forceinline__ bool is_blank(int sample) const {
-    return cut.blanked != nullptr && cut.blanked[static_cast<Index>(stream) * cut.samples + sample];
+  __device__ __forceinline__ bool is_sample_blank(int sample) const {
+    return cut.blanked[static_cast<Index>(stream) * cut.samples + sample];
   }
-  __device__ __forceinline__ Piece piece(int step) const {
+  /// Whether the sample of this thread's unit is blanked.
+  __device__ __forceinline__ bool is_blank(int step) const {
+    if (cut.blanked == nullptr) return false;
     const unsigned unit = begin + slot(step);
-    if (unit >= end) return {};
-    const int sample = static_cast<int>(cut.plane_units.narrow_quotient(unit));
-    const int in_plane =
-        static_cast<int>(unit) - sample * static_cast<int>(cut.plane_units.value());
-    const Index start = origin + sample * stride;
-    const int place = in_plane * kVector - static_cast<int>(start & (kVector - 1));  // in the plane
-    if (place >= cut.pixels) return {};
-    return {start + place, max(0, -place), min(kVector, cut.pixels - place), is_blank(sample),
-            in_plane > 0};
+    return unit < end && is_sample_blank(static_cast<int>(cut.plane_units.narrow_quotient(unit)));
   }
   /// A thread's own place in shared memory. Nobody else uses it, so it needs no barriers.
   __device__ __forceinline__ unsigned slot(int step) const {
@@ -91,72 +87,92 @@ struct PlanePart {
   __device__ __forceinline__ Index at() const {
     return static_cast<Index>(stream) * cut.channels + channel;
   }
-  /// A value near the mean, see Shifts. The same one in all blocks of the cluster.
-  __device__ float shift(const T* x) const {
+  /// Starts to load one of four values of the channel, by lane.
+  __device__ __forceinline__ T load_few(const T* x) const {
     // Uneven, so that they are not the same pixel of several images.
-    constexpr Index kParts[] = {7, 13, 19, 29};
-    float few[4] = {};  // 0 if all is blanked
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int sample = next_present(static_cast<int>(cut.samples * kParts[i] / 32));
+    const auto part = [](int i) { return i == 3 ? 29 : 7 + 6 * i; };
+    const int i = threadIdx.x % 4;
+    int sample = static_cast<int>(Index{cut.samples} * part(i) / 32);
+    const int pixel = static_cast<int>(Index{cut.pixels} * part(3 - i) / 32);
+    if (cut.blanked != nullptr) {
+      sample = next_present(sample);
       if (sample == cut.samples) sample = next_present(0);
-      const Index pixel = cut.pixels * kParts[3 - i] / 32;
-      if (sample < cut.samples) {
-        few[i] = to_accumulator<float>(x[origin + sample * stride + pixel]);
-      }
+      if (sample == cut.samples) return T(0.0f);
     }
-    return middle(few[0], few[1], few[2], few[3]);
+    return x[origin + sample * stride + pixel];
+  }
+  /// A value near the mean, see Shifts. The same one in all blocks of the cluster.
+  static __device__ __forceinline__ float shift(T few) {
+    const float own = to_accumulator<float>(few);
+    const auto of_lane = [&](int lane) { return __shfl_sync(0xffffffffu, own, lane); };
+    return middle(of_lane(0), of_lane(1), of_lane(2), of_lane(3));
   }
   __device__ int next_present(int sample) const {
-    while (sample < cut.samples && is_blank(sample)) ++sample;
+    while (sample < cut.samples && is_sample_blank(sample)) ++sample;
     return sample;
   }
   /// Values of the channel that are not blanked. For a whole warp.
-  __device__ double count() const {
+  __device__ __forceinline__ double count() const {
     int present = cut.samples;
     if (cut.blanked != nullptr) {
       present = 0;
-      for (int n = threadIdx.x % 32; n < cut.samples; n += 32) present += !is_blank(n);
+      for (int n = threadIdx.x % 32; n < cut.samples; n += 32) present += !is_sample_blank(n);
       present = warp_sum(present);
     }
     return static_cast<double>(present) * cut.pixels;
   }
-  /// Starts the copies of a vector of each image, to the same slot of each image in shared memory.
-  /// Behind the images there is nothing to read.
-  template <typename... Images>
-  __device__ __forceinline__ void copy(unsigned char* shared, Index at, Images... images) const {
-    const Index left = cut.total - at;
-    const int real = left < kVector ? static_cast<int>(left * sizeof(T)) : 16;
-    std::uint32_t to = shared_address(shared);
-    const auto copy_one = [&](const void* image) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-                   "l"(static_cast<const T*>(image) + at), "r"(real)
-                   : "memory");
-      to += cut.per_block * 16;
-    };
-    (copy_one(images), ...);
+  /// 1 / count, or 0. A division is long, and rarely needed.
+  __device__ __forceinline__ double share(double count) const {
+    if (cut.blanked == nullptr) return cut.share;
+    return count > 0 ? 1 / count : 0.0;
+  }
+  /// Starts to copy a vector of an image. Behind the image there is nothing to read.
+  __device__ __forceinline__ void copy(unsigned char* shared, const void* image, Index at) const {
+    const int real = at + kVector > cut.total ? static_cast<int>((cut.total - at) * sizeof(T)) : 16;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                 "l"(static_cast<const T*>(image) + at), "r"(real)
+                 : "memory");
   }
 };
 
-/// Calls use(step) for all steps. copy(step) starts the copies of a step, kAhead steps before its
-/// use. It is called for `copies` steps, at least as many, and wait_for_copies waits for the rest.
-template <typename Copy, typename Use>
-__device__ __forceinline__ void copy_and_use(int steps, int copies, Copy copy, Use use) {
-#pragma unroll 1
-  for (int j = 0; j < kAhead; ++j) {
-    if (j < copies) copy(j);
-    commit_copies();
+/// A thread's units, one step after the other.
+template <typename T>
+class Walk {
+  static constexpr int kVector = Vector<T>::kSize;
+
+ public:
+  __device__ __forceinline__ explicit Walk(const PlanePart<T>& part) {
+    const unsigned unit = part.begin + threadIdx.x;
+    const unsigned sample = part.cut.plane_units.narrow_quotient(unit);
+    const unsigned width = static_cast<unsigned>(part.cut.plane_units.value());
+    left_ = static_cast<int>(part.end - part.begin) - static_cast<int>(threadIdx.x);
+    start_ = part.origin + sample * part.stride;
+    place_ = static_cast<int>(unit - sample * width) * kVector;
   }
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    wait_for_all_but<kAhead - 1>();
-    use(step);
-    if (step + kAhead < copies) copy(step + kAhead);
-    commit_copies();
+  __device__ __forceinline__ Piece<kVector> piece(const PlanePart<T>& part) const {
+    const int pixels = part.cut.pixels;
+    const int place = place_ - (static_cast<int>(start_) & (kVector - 1));  // in the plane
+    if (left_ <= 0 || place >= pixels) return {};
+    Piece<kVector> piece{start_ + place, Piece<kVector>::kWhole, place_ > 0};
+    if (place < 0) piece.mask &= piece.kWhole << -place;
+    if (place > pixels - kVector) piece.mask &= (1u << (pixels - place)) - 1;
+    return piece;
   }
-#pragma unroll 1
-  for (int j = steps + kAhead; j < copies; ++j) copy(j);
-}
+  __device__ __forceinline__ void next(const PlanePart<T>& part) {
+    left_ -= static_cast<int>(blockDim.x);
+    place_ += part.cut.step_values;
+    start_ += part.cut.step_samples * part.stride;
+    if (place_ >= part.cut.plane_values) {
+      place_ -= part.cut.plane_values;
+      start_ += part.stride;
+    }
+  }
+
+ private:
+  Index start_;  // of the plane
+  int place_;    // of the unit, from the vector with the plane's first value
+  int left_;     // units of the block from this one on
+};
 
 /// Shared memory for what threads and blocks tell each other.
 struct Exchange {
@@ -221,35 +237,33 @@ __device__ double2 sum_over_cluster(int cluster, int rank, float (&first)[kVecto
   }
   arrive_in_cluster();
   wait_for_cluster();
-  if (threadIdx.x == 0) {
-    sums = exchange.blocks[0];
-    for (int block = 1; block < cluster; ++block) {
-      sums.x += exchange.blocks[block].x;
-      sums.y += exchange.blocks[block].y;
-    }
+  if (threadIdx.x < 32) {
+    const double2 part = lane < cluster ? exchange.blocks[lane] : make_double2(0, 0);
+    sums.x = warp_sum(part.x);
+    sums.y = warp_sum(part.y);
   }
 #endif
   return sums;
 }
 
-/// Stores the piece's values of a vector.
+/// Stores the piece's values of a vector. `pairs`: planes start at even places.
 template <typename T>
-__device__ __forceinline__ void store_piece(T* to, const Piece& piece, const Packed<T>& vector) {
+__device__ __forceinline__ void store_piece(T* to, const Piece<Packed<T>::kSize>& piece,
+                                            const Packed<T>& vector, bool pairs) {
   to += piece.at;
-  if (piece.is_whole<Packed<T>::kSize>()) return vector.store(to, false);
+  if (piece.is_whole()) return vector.store(to, false);
+  constexpr int kInWord = 4 / sizeof(T);
+  if (kInWord == 1 || pairs) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      if (piece.has(i)) reinterpret_cast<unsigned*>(to)[i] = vector.words[i];
-    } else {
-      const bool low = piece.has(2 * i), high = piece.has(2 * i + 1);
-      auto* const halves = reinterpret_cast<unsigned short*>(to) + 2 * i;
-      if (low && high) {
-        *reinterpret_cast<unsigned*>(halves) = vector.words[i];
-      } else if (low) {
-        halves[0] = static_cast<unsigned short>(vector.words[i]);
-      } else if (high) {
-        halves[1] = static_cast<unsigned short>(vector.words[i] >> 16);
+    for (int i = 0; i < 4; ++i) {
+      if (piece.has(kInWord * i)) reinterpret_cast<unsigned*>(to)[i] = vector.words[i];
+    }
+  } else {
+    auto* const halves = reinterpret_cast<unsigned short*>(to);
+#pragma unroll
+    for (int k = 0; k < Packed<T>::kSize; ++k) {
+      if (piece.has(k)) {
+        halves[k] = static_cast<unsigned short>(vector.words[k / kInWord] >> k % kInWord * 16);
       }
     }
   }
@@ -258,9 +272,9 @@ __device__ __forceinline__ void store_piece(T* to, const Piece& piece, const Pac
 /// Stores the piece's bits. Called by whole warps. Planes of other blocks may share its first and
 /// its last byte: there each sets and clears its own bits, so the order does not matter.
 template <int kVector>
-__device__ __forceinline__ void store_bits(unsigned char* passes, const Piece& piece,
+__device__ __forceinline__ void store_bits(unsigned char* passes, const Piece<kVector>& piece,
                                            unsigned bits) {
-  unsigned own = (1u << piece.high) - (1u << piece.low);
+  unsigned own = piece.mask;
   bits &= own;
   const Index byte = piece.at / 8;
   if constexpr (kVector == 4) {  // two neighbouring lanes may share a byte
@@ -295,48 +309,76 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   __shared__ Exchange exchange;
   enter_cluster(cut.cluster);
   const PlanePart<T> part(cut);
-  unsigned char* const residuals = memory + cut.per_block * 16;
   // Small loads first: behind the copies they would wait for them.
-  const float shift = part.shift(static_cast<const T*>(a.x));
+  const T few = part.load_few(static_cast<const T*>(a.x));
   float weight = 1, bias = 0;
+  RunningStatistics<float> running{};
   if (threadIdx.x == 0) {
     weight = parameter<T>(a.channels.weight, a.channels.wide, part.at(), 1.0f);
     bias = parameter<T>(a.channels.bias, a.channels.wide, part.at(), 0.0f);
+    if (part.rank == 0) running = running_statistics<T>(a.channels, part.at());
   }
+  // The residual passes through a ring of kSlots steps behind x. Its copies follow those of x, so
+  // its first steps arrive while the blocks exchange their sums.
+  constexpr int kSlots = kResidual ? kAheadResidual : kAhead;
+  unsigned char* const own_x = memory + threadIdx.x * 16;
+  unsigned char* const ring = own_x + cut.per_block * 16;
+  const int step_bytes = static_cast<int>(blockDim.x) * 16;
+  Walk<T> ahead(part);
+  int copied = 0, slot = 0;  // steps of x, bytes in the ring
+  const auto copy_residual = [&](int step) {
+    if (step < part.steps) {
+      const Piece piece = ahead.piece(part);
+      if (piece.mask != 0) part.copy(ring + slot, a.residual, piece.at);
+      ahead.next(part);
+    }
+    slot = slot == (kSlots - 1) * step_bytes ? 0 : slot + step_bytes;
+  };
+  const auto copy_next = [&] {
+    if (copied < part.steps) {
+      const Piece piece = ahead.piece(part);
+      if (piece.mask != 0) part.copy(own_x + copied * step_bytes, a.x, piece.at);
+      ahead.next(part);
+    } else if constexpr (kResidual) {
+      if (copied == part.steps) ahead = Walk<T>(part);
+      copy_residual(copied - part.steps);
+    }
+    ++copied;
+    commit_copies();
+  };
+#pragma unroll 1
+  for (int j = 0; j < kSlots; ++j) copy_next();
+  const float shift = part.shift(few);
   float sum[kVector] = {}, squares[kVector] = {}, shifts[kVector];
 #pragma unroll
   for (int k = 0; k < kVector; ++k) shifts[k] = shift;
-  const auto copy = [&](int step) {
-    const bool second = kResidual && step >= part.steps;
-    if (second) step -= part.steps;
-    const Piece piece = part.piece(step);
-    if (piece.high == 0) return;
-    part.copy((second ? residuals : memory) + part.slot(step) * 16, piece.at,
-              second ? a.residual : a.x);
-  };
-  copy_and_use(part.steps, kResidual ? 2 * part.steps : part.steps, copy, [&](int step) {
-    const Piece piece = part.piece(step);
-    if (piece.high == 0 || piece.blank) return;
-    Packed<T> values;
-    values.load_shared(memory + part.slot(step) * 16);
-    float v[kVector];
-    values.unpack(v);
-    if (!piece.is_whole<kVector>()) {
+  Walk<T> walk(part);
+#pragma unroll 1
+  for (int step = 0; step < part.steps; ++step) {
+    wait_for_all_but<kSlots - 1>();
+    const Piece piece = walk.piece(part);
+    if (piece.mask != 0 && !part.is_blank(step)) {
+      Packed<T> values;
+      values.load_shared(own_x + step * step_bytes);
+      float v[kVector];
+      values.unpack(v);
+      if (!piece.is_whole()) {
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) v[k] = piece.has(k) ? v[k] : shift;
+        for (int k = 0; k < kVector; ++k) v[k] = piece.has(k) ? v[k] : shift;
+      }
+      add_moments(v, shifts, sum, squares);
     }
-    add_moments(v, shifts, sum, squares);
-  });
+    walk.next(part);
+    copy_next();
+  }
   const double count = part.count();
   const double2 sums = sum_over_cluster(cut.cluster, part.rank, sum, squares, exchange);
   double mean = 0, variance = 0;
   if (threadIdx.x == 0) {
-    Moments all;
-    all.count = count;
-    all.sum = sums.x;
-    all.squares = sums.y;
-    mean = all.mean(shift);
-    variance = count > 0 ? all.central() / count : 0.0;
+    const double share = part.share(count);
+    mean = count > 0 ? shift + sums.x * share : 0.0;
+    const double central = sums.y - sums.x * (sums.x * share);
+    variance = central < 0 ? 0.0 : central * share;  // NaN stays NaN
     const float eps = static_cast<float>(a.channels.eps);
     exchange.rows[kMean] = static_cast<float>(mean);
     exchange.rows[kScale] = inverse_deviation(static_cast<float>(variance), eps) * weight;
@@ -345,26 +387,35 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   __syncthreads();
   const ChannelRows channel{
       {exchange.rows[kMean], exchange.rows[kScale], exchange.rows[kShift], 0, 0}};
-  wait_for_copies();
+  walk = Walk<T>(part);
 #pragma unroll 1
   for (int step = 0; step < part.steps; ++step) {
-    const Piece piece = part.piece(step);
+    if constexpr (kResidual) wait_for_all_but<kSlots - 1>();
+    const Piece piece = walk.piece(part);
+    const bool blank = part.is_blank(step);
     float v[kVector] = {};
     Packed<T> values, added;
-    if (piece.high > 0) {
-      values.load_shared(memory + part.slot(step) * 16);
-      if constexpr (kResidual) added.load_shared(residuals + part.slot(step) * 16);
+    if (piece.mask != 0) {
+      values.load_shared(own_x + step * step_bytes);
+      if constexpr (kResidual) added.load_shared(ring + slot);
       normalize<kResidual>(channel, 0, values, added, v);
     }
-    if (kResidual && a.passes != nullptr) {
-      store_bits<kVector>(a.passes, piece, piece.blank ? 0 : passing<T>(a.activation, v));
+    if constexpr (kResidual) {
+      copy_residual(step + kSlots);  // to the slot that is free now
+      commit_copies();
+      if (a.passes != nullptr) {
+        store_bits<kVector>(a.passes, piece, blank ? 0 : passing<T>(a.activation, v));
+      }
     }
-    if (piece.high == 0) continue;
+    walk.next(part);
+    if (piece.mask == 0) continue;
     activate_all<T, kKinds>(a.activation, v);
+    if (blank) {
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) v[k] = piece.blank ? 0.0f : v[k];
+      for (int k = 0; k < kVector; ++k) v[k] = 0;
+    }
     values.pack(v);
-    store_piece(static_cast<T*>(a.y), piece, values);
+    store_piece(static_cast<T*>(a.y), piece, values, cut.pixels % 2 == 0);
   }
   // Last, because nobody waits for it.
   if (part.rank > 0) return;
@@ -375,7 +426,9 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   }
   if (threadIdx.x == 0) {
     const long long calls = cumulative ? calls_of(f.counter, part.stream) : 1;
-    finish_channel<T>(f, part.at(), count, mean, variance, calls, true);
+    const float inverse =
+        inverse_deviation(static_cast<float>(variance), static_cast<float>(f.eps));
+    save_channel<T>(f, part.at(), count, mean, variance, inverse, calls, running);
   }
 #endif
 }
@@ -395,64 +448,88 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   __shared__ Exchange exchange;
   enter_cluster(cut.cluster);
   const PlanePart<T> part(cut);
-  const unsigned image = cut.per_block * 16;
-  unsigned char* const words = memory + (kResidual ? 3 : 2) * image;
   // Small loads first: behind the copies they would wait for them.
-  const Coefficients<float> saved = saved_coefficients<T>(a.channels, part.at());
-  ChannelRows channel{{saved.mean, saved.scale, saved.shift, 0, 0}};
+  const float mean = static_cast<const float*>(a.channels.mean)[part.at()];
+  const float inverse = static_cast<const float*>(a.channels.inverse)[part.at()];
+  const float weight = parameter<T>(a.channels.weight, a.channels.wide, part.at(), 1.0f);
+  const float bias = parameter<T>(a.channels.bias, a.channels.wide, part.at(), 0.0f);
+  const unsigned image = cut.per_block * 16;
+  const int step_bytes = static_cast<int>(blockDim.x) * 16;
+  unsigned char* const own = memory + threadIdx.x * 16;
+  unsigned char* const words = memory + (kResidual ? 3 : 2) * image + threadIdx.x * 4;
   const Index bit_bytes = (cut.total + 7) / 8;
-  const auto copy = [&](int step) {
-    const Piece piece = part.piece(step);
-    if (piece.high == 0) return;
-    unsigned char* const to = memory + part.slot(step) * 16;
-    if constexpr (kResidual) return part.copy(to, piece.at, a.dy, a.x, a.residual);
-    part.copy(to, piece.at, a.dy, a.x);
-    if (a.passes == nullptr) return;
-    const Index byte = piece.at / 32 * 4;
-    copy_word(words + part.slot(step) * 4, a.passes + byte,
-              static_cast<int>(min(Index{4}, bit_bytes - byte)));
+  Walk<T> ahead(part);
+  int copied = 0;  // steps
+  const auto copy_next = [&] {
+    if (copied < part.steps) {
+      const Piece piece = ahead.piece(part);
+      if (piece.mask != 0) {
+        unsigned char* const to = own + copied * step_bytes;
+        part.copy(to, a.dy, piece.at);
+        part.copy(to + image, a.x, piece.at);
+        if constexpr (kResidual) {
+          part.copy(to + 2 * image, a.residual, piece.at);
+        } else if (a.passes != nullptr) {
+          const Index byte = piece.at / 32 * 4;
+          copy_word(words + copied * (step_bytes / 4), a.passes + byte,
+                    static_cast<int>(min(Index{4}, bit_bytes - byte)));
+        }
+      }
+      ahead.next(part);
+    }
+    ++copied;
+    commit_copies();
   };
+#pragma unroll 1
+  for (int j = 0; j < kAhead; ++j) copy_next();
+  ChannelRows channel{{mean, inverse * weight, bias, 0, 0}};
   /// dv, and x without its mean.
-  const auto gradient = [&](int step, const Piece& piece, float (&d)[kVector],
+  const auto gradient = [&](int step, const Piece<kVector>& piece, float (&d)[kVector],
                             float (&centred)[kVector]) {
-    const unsigned char* const from = memory + part.slot(step) * 16;
+    const unsigned char* const from = own + step * step_bytes;
     GradientVectors<T, kResidual, kKinds> vectors;
     vectors.dy.load_shared(from);
     vectors.x.load_shared(from + image);
     if constexpr (kResidual) vectors.residual.load_shared(from + 2 * image);
     if (!kResidual && a.passes != nullptr) {
-      vectors.bits =
-          *reinterpret_cast<const unsigned*>(words + part.slot(step) * 4) >> piece.at % 32;
+      const auto* const word = reinterpret_cast<const unsigned*>(words + step * (step_bytes / 4));
+      vectors.bits = *word >> piece.at % 32;
     }
     vectors.gradient(a, channel, 0, d, centred);
   };
   float sum[kVector] = {}, products[kVector] = {};
-  copy_and_use(part.steps, part.steps, copy, [&](int step) {
-    const Piece piece = part.piece(step);
-    if (piece.high == 0 || piece.blank) return;
-    float d[kVector], centred[kVector];
-    gradient(step, piece, d, centred);
-    if (!piece.is_whole<kVector>()) {
+  Walk<T> walk(part);
+#pragma unroll 1
+  for (int step = 0; step < part.steps; ++step) {
+    wait_for_all_but<kAhead - 1>();
+    const Piece piece = walk.piece(part);
+    if (piece.mask != 0 && !part.is_blank(step)) {
+      float d[kVector], centred[kVector];
+      gradient(step, piece, d, centred);
+      if (!piece.is_whole()) {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+          d[k] = piece.has(k) ? d[k] : 0.0f;
+          centred[k] = piece.has(k) ? centred[k] : 0.0f;
+        }
+      }
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
-        d[k] = piece.has(k) ? d[k] : 0.0f;
-        centred[k] = piece.has(k) ? centred[k] : 0.0f;
+        sum[k] += d[k];
+        products[k] = fmaf(d[k], centred[k], products[k]);
       }
     }
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      sum[k] += d[k];
-      products[k] = fmaf(d[k], centred[k], products[k]);
-    }
-  });
+    walk.next(part);
+    copy_next();
+  }
   const double count = part.count();
   const double2 sums = sum_over_cluster(cut.cluster, part.rank, sum, products, exchange);
   if (threadIdx.x == 0) {
     const GradientSums<float> all{count, static_cast<float>(sums.x), static_cast<float>(sums.y)};
     Corrections<float> value =
-        finish_gradient<T>(a.channels, part.at(), all, saved.inverse, part.rank == 0);
+        finish_gradient<T>(a.channels, part.at(), all, inverse, part.rank == 0);
     if (a.channels.group != nullptr) {
-      value = group_corrections<T>(a.channels, part.at(), saved.inverse);
+      value = group_corrections<T>(a.channels, part.at(), inverse);
     }
     exchange.rows[kOffset] = value.offset;
     exchange.rows[kSlope] = value.slope;
@@ -460,18 +537,23 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   __syncthreads();
   channel.rows[kOffset] = exchange.rows[kOffset];
   channel.rows[kSlope] = exchange.rows[kSlope];
+  walk = Walk<T>(part);
 #pragma unroll 1
   for (int step = 0; step < part.steps; ++step) {
-    const Piece piece = part.piece(step);
-    if (piece.high == 0) continue;
+    const Piece piece = walk.piece(part);
+    walk.next(part);
+    if (piece.mask == 0) continue;
+    const bool blank = part.is_blank(step);
     float d[kVector], centred[kVector];
     gradient(step, piece, d, centred);
     const auto store = [&](void* to) {
+      if (blank) {
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) d[k] = piece.blank ? 0.0f : d[k];
+        for (int k = 0; k < kVector; ++k) d[k] = 0;
+      }
       Packed<T> out;
       out.pack(d);
-      store_piece(static_cast<T*>(to), piece, out);
+      store_piece(static_cast<T*>(to), piece, out, cut.pixels % 2 == 0);
     };
     if (a.dresidual != nullptr) store(a.dresidual);
     if (a.dx == nullptr) continue;
@@ -498,56 +580,75 @@ constexpr std::int64_t plane_units(std::int64_t pixels, int vector) {
 static_assert(plane_units(64, 8) == 8 && plane_units(196, 8) == 25 && plane_units(49, 8) == 7);
 static_assert(plane_units(1, 8) == 1 && plane_units(2, 8) == 1 && plane_units(3, 8) == 2);
 
-/// The cut that is expected to be fastest. Its cost is in bytes of shared memory that an SM fills:
-/// those of its blocks, more if it has only one at a time, because that either loads or stores, and
-/// more for the barriers of a cluster.
-std::optional<Plan> plan(const Context& context, const TensorView& x, const TensorView& blanked,
-                         int unit_bytes) {
+/// Bytes of shared memory: of a unit, and more of a thread.
+struct Needs {
+  int unit, thread;
+};
+Needs needs_of_shared(const BatchNormActForward& call) {
+  return {16, call.residual.defined() ? kAheadResidual * 16 : 0};
+}
+Needs needs_of_shared(const BatchNormActBackward& call) {
+  return {reads_residual(call) ? 48 : call.passes.defined() ? 36 : 32, 0};
+}
+
+/// Bytes of an SM's shared memory for a block.
+constexpr std::int64_t in_sm(std::int64_t dynamic) { return dynamic + sizeof(Exchange) + 1024; }
+
+/// The cut that is expected to be fastest. Its cost is in bytes that an SM loads. Blocks that run
+/// together hide each other's latencies: one loads while another stores. Threads hide those of
+/// instructions. A block costs its start, a cluster its barriers.
+template <typename Call>
+std::optional<Plan> plan(const Context& context, const Call& call) {
+  const TensorView& x = call.x;
   const DeviceLimits& limits = limits_of(context.device);
+  const Needs needs = needs_of_shared(call);
   const int vector = static_cast<int>(16 / size_of(x.dtype));
   const std::int64_t pixels = dimension(x, 2) * dimension(x, 1);
   const std::int64_t channels = dimension(x, 3), samples = dimension(x, 4);
   const std::int64_t in_plane = plane_units(pixels, vector), units = samples * in_plane;
-  const std::int64_t room = limits.block_shared_memory - 1024;  // without the Exchange
-  std::int64_t least = 0, per_block = 0;
-  int cluster = 0;
-  for (int blocks = 1; blocks <= (limits.capability >= 90 ? kMostBlocks : 1); blocks *= 2) {
+  constexpr std::int64_t kThreadsOfSm = 1024;  // with 64 registers
+  double least = 0;
+  std::int64_t per_block = 0, dynamic = 0;
+  int cluster = 0, threads = 0;
+  const auto consider = [&](int blocks, int size) {
     // Whole warps: then no two of them share a byte of bits in planes that do not.
-    const std::int64_t each = divide_up(units, 32 * blocks) * 32, bytes = each * unit_bytes;
-    if (bytes > room) continue;
+    const std::int64_t each = divide_up(units, 32 * blocks) * 32;
+    const std::int64_t bytes = each * needs.unit + size * needs.thread;
+    if (in_sm(bytes) - 1024 > limits.block_shared_memory || each >= 32 * size) return;
+    const std::int64_t fit = std::min(limits.shared_memory / in_sm(bytes), kThreadsOfSm / size);
+    if (blocks > 8 && fit < 2) return;  // few SMs have so many neighbours
     const std::int64_t per_sm =
         divide_up(streams_of(x) * channels * blocks, limits.multiprocessors);
-    const bool alone = per_sm == 1 || 2 * (bytes + 2048) > limits.shared_memory;
-    std::int64_t cost = per_sm * bytes;
-    if (alone) cost += cost / 5;
-    if (blocks > 1) cost += 8 << 10;
-    if (cluster > 0 && cost >= least) continue;
+    const double together = static_cast<double>(std::min(per_sm, fit));
+    double cost = static_cast<double>(per_sm * (each * needs.unit + 2048));
+    cost *= (1 + 1 / (together * (together + 1))) * (1 + 128 / (together * size));
+    if (blocks > 1) cost += cost / 16 + 8192;
+    if (cluster > 0 && cost >= least) return;
     least = cost;
     per_block = each;
+    dynamic = bytes;
     cluster = blocks;
+    threads = size;
+  };
+  for (int blocks = 1; blocks <= (limits.capability >= 90 ? kMostBlocks : 1); blocks *= 2) {
+    for (int size = 64; size <= kMostThreads; size *= 2) consider(blocks, size);
   }
   if (cluster == 0) return std::nullopt;
-  int threads = 128;
-  while (threads < kMostThreads && per_block > 4 * threads) threads *= 2;
   return Plan{.cut = {.channels = static_cast<int>(channels),
                       .samples = static_cast<int>(samples),
                       .pixels = static_cast<int>(pixels),
                       .total = x.numel(),
+                      .share = 1.0 / static_cast<double>(samples * pixels),
                       .plane_units = Divisor(in_plane, false),
+                      .plane_values = static_cast<int>(in_plane * vector),
+                      .step_samples = static_cast<int>(threads / in_plane),
+                      .step_values = static_cast<int>(threads % in_plane * vector),
                       .units = static_cast<unsigned>(units),
                       .per_block = static_cast<unsigned>(per_block),
                       .cluster = cluster,
-                      .blanked = static_cast<const bool*>(blanked.data)},
+                      .blanked = static_cast<const bool*>(call.blanked.data)},
               .threads = threads,
-              .shared_bytes = static_cast<std::size_t>(per_block * unit_bytes)};
-}
-
-std::optional<Plan> plan(const Context& context, const BatchNormActForward& call) {
-  return plan(context, call.x, call.blanked, call.residual.defined() ? 32 : 16);
-}
-std::optional<Plan> plan(const Context& context, const BatchNormActBackward& call) {
-  const int bytes = reads_residual(call) ? 48 : call.passes.defined() ? 36 : 32;
-  return plan(context, call.x, call.blanked, bytes);
+              .shared_bytes = static_cast<std::size_t>(dynamic)};
 }
 
 template <typename Call>
