@@ -1,8 +1,9 @@
 // BatchNorm, residual and activation in one kernel, for NCHW images of any size. A cluster of
 // blocks has all planes of a channel in its shared memory. Its blocks sum, exchange their sums
-// through shared memory, and normalise. Memory: each byte once. Forward reads x and the residual
-// and writes y; backward reads dy, x and what else dv needs, and writes dx and dresidual. Bound by
-// memory bandwidth when large, by the latency of a cluster's stages when small.
+// through shared memory, and normalise. In forward the residual only passes through a ring. Memory:
+// each byte once. Forward reads x and the residual and writes y; backward reads dy, x and what else
+// dv needs, and writes dx and dresidual. Bound by memory bandwidth when large, by the latency of a
+// cluster's stages when small.
 
 #include "cuda/batch_norm/planes.cuh"
 
@@ -355,9 +356,9 @@ __device__ __forceinline__ void store_bits(unsigned char* passes, const Piece<kV
                                            unsigned bits) {
   unsigned own = piece.mask();
   bits &= own;
-  const Index byte = piece.at / 8;
+  const Index byte = piece.at >> 3;
   if constexpr (kVector == 4) {  // two neighbouring lanes may share a byte
-    const bool is_second = piece.at % 8 != 0;
+    const bool is_second = (piece.at & 7) != 0;
     const int lane = threadIdx.x % 32, shift = is_second ? 4 : 0;
     own <<= shift;
     bits <<= shift;
@@ -371,8 +372,8 @@ __device__ __forceinline__ void store_bits(unsigned char* passes, const Piece<kV
   if (own == 0xff) {
     passes[byte] = static_cast<unsigned char>(bits);
   } else if (own != 0) {
-    auto* const word = reinterpret_cast<unsigned*>(passes) + byte / 4;
-    const int shift = static_cast<int>(byte % 4) * 8;
+    auto* const word = reinterpret_cast<unsigned*>(passes) + (byte >> 2);
+    const int shift = static_cast<int>(byte & 3) * 8;
     if (bits != own) atomicAnd(word, ~((own & ~bits) << shift));
     if (bits != 0) atomicOr(word, bits << shift);
   }
@@ -526,7 +527,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   const unsigned image = cut.per_block * 16;
   const unsigned step_bytes = blockDim.x * 16;
   const unsigned own = own_address(memory);
-  unsigned char* const words = memory + (kResidual ? 3 : 2) * image + threadIdx.x * 4;
+  const unsigned words = own + 2 * image - threadIdx.x * 12;  // 4 bytes of a thread, not 16
   const Index bit_bytes = (cut.total + 7) / 8;
   Walk<T> ahead(part);
   int copied = 0;  // steps
@@ -540,9 +541,12 @@ __global__ void __launch_bounds__(kMostThreads, 2)
         if constexpr (kResidual) {
           part.copy(to + 2 * image, a.residual, piece.at);
         } else if (a.passes != nullptr) {
-          const Index byte = piece.at / 32 * 4;
-          copy_word(words + copied * (step_bytes / 4), a.passes + byte,
-                    static_cast<int>(min(Index{4}, bit_bytes - byte)));
+          const Index byte = (piece.at >> 5) * 4;
+          const int real = static_cast<int>(min(Index{4}, bit_bytes - byte));
+          asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(
+                           words + copied * (step_bytes / 4)),
+                       "l"(a.passes + byte), "r"(real)
+                       : "memory");
         }
       }
       ahead.next(part);
@@ -564,8 +568,11 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     vectors.x = load_own<T>(from + image);
     if constexpr (kResidual) vectors.residual = load_own<T>(from + 2 * image);
     if (!kResidual && a.passes != nullptr) {
-      const auto* const word = reinterpret_cast<const unsigned*>(words + step * (step_bytes / 4));
-      vectors.bits = *word >> piece.at % 32;
+      asm volatile("ld.shared.u32 %0, [%1];"
+                   : "=r"(vectors.bits)
+                   : "r"(words + step * (step_bytes / 4))
+                   : "memory");
+      vectors.bits >>= piece.at & 31;
     }
     vectors.gradient(a, channel, 0, d, centred);
   };
@@ -691,7 +698,8 @@ std::optional<Plan> plan(const Context& context, const Call& call) {
     const double together = static_cast<double>(std::min(per_sm, fit));
     double cost = static_cast<double>(per_sm * (each * needs.unit + 2048));
     cost *= (1 + 1 / (together * (together + 1))) * (1 + 128 / (together * size));
-    if (blocks > 1) cost += cost / 16 + 8192;
+    // More than 8 blocks must find room side by side at once, so they wait longer.
+    if (blocks > 1) cost += cost * (blocks > 8 ? 0.3 : 0.06) + 8192;
     if (threads > 0 && cost >= least) return;
     least = cost;
     per_block = each;
