@@ -214,6 +214,42 @@ __device__ __forceinline__ A inverse_deviation(A variance, A eps) {
   return A(1) / sqrt(variance + eps);
 }
 
+template <typename A>
+struct RunningStatistics {
+  A mean = 0, variance = 0;
+};
+
+/// Those before this call, or 0 if it does not update them.
+template <typename T>
+__device__ __forceinline__ RunningStatistics<Accumulator<T>> running_statistics(
+    const ForwardChannels& f, long long at) {
+  using A = Accumulator<T>;
+  if (!f.training) return {};
+  return {parameter<T>(f.running_mean, f.wide, at, A(0)),
+          parameter<T>(f.running_var, f.wide, at, A(0))};
+}
+
+/// Writes a channel's saved and running statistics. `old`: the running ones before this call.
+template <typename T>
+__device__ void save_channel(const ForwardChannels& f, long long at, double count, double mean,
+                             double variance, Accumulator<T> inverse, long long calls,
+                             const RunningStatistics<Accumulator<T>>& old) {
+  using A = Accumulator<T>;
+  set_column<A>(f.statistics, at, f.channels, count, mean, variance);
+  if (f.mean != nullptr) {
+    static_cast<A*>(f.mean)[at] = static_cast<A>(mean);
+    static_cast<A*>(f.inverse)[at] = inverse;
+  }
+  if (f.training && f.running_mean != nullptr && count > 1) {
+    const double factor = f.momentum < 0 ? 1.0 / static_cast<double>(calls) : f.momentum;
+    const auto update = [&](void* running, double before, double now) {
+      set_parameter<T>(running, f.wide, at, static_cast<A>(before + factor * (now - before)));
+    };
+    update(f.running_mean, old.mean, mean);
+    update(f.running_var, old.variance, variance * count / (count - 1));
+  }
+}
+
 /// From a channel's statistics to its coefficients. `write`: also the saved and running statistics.
 template <typename T>
 __device__ Coefficients<Accumulator<T>> finish_channel(const ForwardChannels& f, long long at,
@@ -222,20 +258,7 @@ __device__ Coefficients<Accumulator<T>> finish_channel(const ForwardChannels& f,
   using A = Accumulator<T>;
   const A inverse = inverse_deviation(static_cast<A>(variance), static_cast<A>(f.eps));
   if (write) {
-    set_column<A>(f.statistics, at, f.channels, count, mean, variance);
-    if (f.mean != nullptr) {
-      static_cast<A*>(f.mean)[at] = static_cast<A>(mean);
-      static_cast<A*>(f.inverse)[at] = inverse;
-    }
-    if (f.training && f.running_mean != nullptr && count > 1) {
-      const double factor = f.momentum < 0 ? 1.0 / static_cast<double>(calls) : f.momentum;
-      const auto update = [&](void* running, double now) {
-        const double old = parameter<T>(running, f.wide, at, A(0));
-        set_parameter<T>(running, f.wide, at, static_cast<A>(old + factor * (now - old)));
-      };
-      update(f.running_mean, mean);
-      update(f.running_var, variance * count / (count - 1));
-    }
+    save_channel<T>(f, at, count, mean, variance, inverse, calls, running_statistics<T>(f, at));
   }
   return {static_cast<A>(mean), inverse * parameter<T>(f.weight, f.wide, at, A(1)),
           parameter<T>(f.bias, f.wide, at, A(0)), inverse};

@@ -1,8 +1,9 @@
 // BatchNorm, residual and activation in one kernel, for NCHW images of any size. A cluster of
 // blocks has all planes of a channel in its shared memory. Its blocks sum, exchange their sums
-// through shared memory, and normalise. Memory: each byte once. Forward reads x and the residual
-// and writes y; backward reads dy, x and what else dv needs, and writes dx and dresidual. Bound by
-// memory bandwidth when large, by the latency of a cluster's stages when small.
+// through shared memory, and normalise. In forward the residual only passes through a ring. Memory:
+// each byte once. Forward reads x and the residual and writes y; backward reads dy, x and what else
+// dv needs, and writes dx and dresidual. Bound by memory bandwidth when large, by the latency of a
+// cluster's stages when small.
 
 #include "cuda/batch_norm/planes.cuh"
 
@@ -17,33 +18,57 @@
 namespace fusewise::cuda {
 namespace {
 
-constexpr int kMostThreads = 512, kMostBlocks = 8;  // of a block, of a cluster
-/// Steps that copies run ahead of their use.
-constexpr int kAhead = 8;
+constexpr int kMostThreads = 512, kMostBlocks = 16;  // of a block, of a cluster
+/// Steps that copies run ahead of their use. Less with a residual, because its ring needs room.
+constexpr int kAhead = 8, kAheadResidual = 6;
+
+/// Forward has the running statistics before the call, backward those that forward saved.
+enum Parameter { kWeight, kBias, kMeanBefore, kDeviationBefore };
 
 /// How a channel is cut. A unit is an aligned vector of 16 bytes with values of the plane. The
 /// first and the last of a plane may also have values of its neighbours in memory.
 struct PlaneCut {
-  int channels, samples, pixels;
+  ShortDivisor channels;
+  unsigned samples;
+  int pixels;
+  Index stride;              // from a sample's plane to the next
   Index total;               // values of all images
+  bool is_ragged;            // the last vector has fewer values
+  double share;              // 1 / values of a channel
   ShortDivisor plane_units;  // the most that a plane can have
+  int plane_values;          // of these units
+  Index step_stride;         // from a thread's unit to its next: whole planes,
+  int step_values;           // and values
   unsigned units, per_block;
-  int cluster;          // blocks per channel
+  int steps;         // of a thread, at most
+  int cluster_bits;  // a channel has 1 << cluster_bits blocks
+  bool has_blanked;
   const bool* blanked;  // [S, N], may be null
+  /// By Parameter, may be null.
+  const void* parameters[4];
+
+  __host__ __device__ int cluster() const { return 1 << cluster_bits; }
 };
 
-/// A unit: the values from `low` to `high` of the vector at `at`. None if high is 0.
+/// The values of the vector at `at` that are of the plane.
+template <int kVector>
 struct Piece {
-  Index at = 0;
-  int low = 0, high = 0;
-  bool blank = false;
-  bool follows = false;  // the unit before it is of the same plane
+  Index at;
+  int place, pixels;  // of the vector's first value in the plane, of the plane
+  bool exists;        // else the plane has no such vector
+  bool follows;       // the unit before it is of the same plane
 
-  template <int kVector>
   __device__ __forceinline__ bool is_whole() const {
-    return high - low == kVector;
+    return place >= 0 && place <= pixels - kVector;
   }
-  __device__ __forceinline__ bool has(int k) const { return k >= low && k < high; }
+  /// A bit for each value.
+  __device__ __forceinline__ unsigned mask() const {
+    unsigned mask = (1u << kVector) - 1;
+    if (!exists) return 0;
+    if (place < 0) mask &= mask << -place;
+    if (place > pixels - kVector) mask &= (1u << (pixels - place)) - 1;
+    return mask;
+  }
 };
 
 /// A block's part of its channel.
@@ -54,114 +79,170 @@ struct PlanePart {
   const PlaneCut& cut;
   int rank, stream, channel;
   unsigned begin, end;
-  int steps;     // the same for all threads
   Index origin;  // of the first sample's plane
-  Index stride;  // from a sample's plane to the next
 
   __device__ explicit PlanePart(const PlaneCut& cut) : cut(cut) {
-    const int group = static_cast<int>(blockIdx.x) / cut.cluster;
-    rank = static_cast<int>(blockIdx.x) - group * cut.cluster;
-    stream = group / cut.channels;
-    channel = group - stream * cut.channels;
+    const int channels = static_cast<int>(cut.channels.value());
+    const unsigned group = blockIdx.x >> cut.cluster_bits;
+    rank = static_cast<int>(blockIdx.x & (cut.cluster() - 1));
+    stream = static_cast<int>(cut.channels.quotient(group));
+    channel = static_cast<int>(group) - stream * channels;
     begin = min(rank * cut.per_block, cut.units);
     end = min(begin + cut.per_block, cut.units);
-    steps = static_cast<int>((end - begin + blockDim.x - 1) / blockDim.x);
-    stride = static_cast<Index>(cut.channels) * cut.pixels;
-    origin = (static_cast<Index>(stream) * cut.samples * cut.channels + channel) * cut.pixels;
+    origin = (static_cast<Index>(stream) * cut.samples * channels + channel) * cut.pixels;
   }
-  __device__ __forceinline__ bool is_blank(int sample) const {
-    return cut.blanked != nullptr && cut.blanked[static_cast<Index>(stream) * cut.samples + sample];
+  __device__ __forceinline__ bool is_sample_blank(unsigned sample) const {
+    return cut.blanked[static_cast<Index>(stream) * cut.samples + sample];
   }
-  __device__ __forceinline__ Piece piece(int step) const {
+  /// Whether the sample of this thread's unit is blanked.
+  __device__ __forceinline__ bool is_blank(int step) const {
+    if (!cut.has_blanked) return false;
     const unsigned unit = begin + slot(step);
-    if (unit >= end) return {};
-    const int sample = static_cast<int>(cut.plane_units.quotient(unit));
-    const int in_plane =
-        static_cast<int>(unit) - sample * static_cast<int>(cut.plane_units.value());
-    const Index start = origin + sample * stride;
-    const int place = in_plane * kVector - static_cast<int>(start & (kVector - 1));  // in the plane
-    if (place >= cut.pixels) return {};
-    return {start + place, max(0, -place), min(kVector, cut.pixels - place), is_blank(sample),
-            in_plane > 0};
+    return unit < end && is_sample_blank(cut.plane_units.quotient(unit));
   }
   /// A thread's own place in shared memory. Nobody else uses it, so it needs no barriers.
   __device__ __forceinline__ unsigned slot(int step) const {
     return step * blockDim.x + threadIdx.x;
   }
-  __device__ __forceinline__ Index at() const {
-    return static_cast<Index>(stream) * cut.channels + channel;
+  __device__ __forceinline__ Index at() const { return stream * cut.channels.value() + channel; }
+  /// Starts to load one of four values of the channel, by lane.
+  __device__ __forceinline__ T load_few(const T* x) const {
+    // Uneven, so that they are not the same pixel of several images.
+    const auto part = [](int i) { return i == 3 ? 29 : 7 + 6 * i; };
+    const int i = threadIdx.x % 4;
+    unsigned sample = cut.samples * part(i) / 32u;  // a channel fits in a cluster: no overflow
+    const unsigned pixel = cut.pixels * part(3 - i) / 32u;
+    if (cut.has_blanked) {
+      sample = next_present(sample);
+      if (sample == cut.samples) sample = next_present(0);
+      if (sample == cut.samples) return T(0.0f);
+    }
+    return x[origin + sample * cut.stride + pixel];
   }
   /// A value near the mean, see Shifts. The same one in all blocks of the cluster.
-  __device__ float shift(const T* x) const {
-    // Uneven, so that they are not the same pixel of several images.
-    constexpr Index kParts[] = {7, 13, 19, 29};
-    float few[4] = {};  // 0 if all is blanked
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int sample = next_present(static_cast<int>(cut.samples * kParts[i] / 32));
-      if (sample == cut.samples) sample = next_present(0);
-      const Index pixel = cut.pixels * kParts[3 - i] / 32;
-      if (sample < cut.samples) {
-        few[i] = to_accumulator<float>(x[origin + sample * stride + pixel]);
-      }
-    }
-    return middle(few[0], few[1], few[2], few[3]);
+  static __device__ __forceinline__ float shift(T few) {
+    const float own = to_accumulator<float>(few);
+    const auto of_lane = [&](int lane) { return __shfl_sync(0xffffffffu, own, lane); };
+    return middle(of_lane(0), of_lane(1), of_lane(2), of_lane(3));
   }
-  __device__ int next_present(int sample) const {
-    while (sample < cut.samples && is_blank(sample)) ++sample;
+  __device__ unsigned next_present(unsigned sample) const {
+    while (sample < cut.samples && is_sample_blank(sample)) ++sample;
     return sample;
   }
   /// Values of the channel that are not blanked. For a whole warp.
-  __device__ double count() const {
-    int present = cut.samples;
-    if (cut.blanked != nullptr) {
+  __device__ __forceinline__ double count() const {
+    int present = static_cast<int>(cut.samples);
+    if (cut.has_blanked) {
       present = 0;
-      for (int n = threadIdx.x % 32; n < cut.samples; n += 32) present += !is_blank(n);
+      for (unsigned n = threadIdx.x % 32; n < cut.samples; n += 32) present += !is_sample_blank(n);
       present = warp_sum(present);
     }
     return static_cast<double>(present) * cut.pixels;
   }
-  /// Starts the copies of a vector of each image, to the same slot of each image in shared memory.
-  /// Behind the images there is nothing to read.
-  template <typename... Images>
-  __device__ __forceinline__ void copy(unsigned char* shared, Index at, Images... images) const {
-    const Index left = cut.total - at;
-    const int real = left < kVector ? static_cast<int>(left * sizeof(T)) : 16;
-    std::uint32_t to = shared_address(shared);
-    const auto copy_one = [&](const void* image) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-                   "l"(static_cast<const T*>(image) + at), "r"(real)
-                   : "memory");
-      to += cut.per_block * 16;
-    };
-    (copy_one(images), ...);
+  /// 1 / count, or 0. A division is long, and rarely needed.
+  __device__ __forceinline__ double share(double count) const {
+    if (!cut.has_blanked) return cut.share;
+    return count > 0 ? 1 / count : 0.0;
+  }
+  /// Starts to copy a vector of an image. Behind the image there is nothing to read.
+  __device__ __forceinline__ void copy(unsigned shared, const void* image, Index at) const {
+    const T* const from = static_cast<const T*>(image) + at;
+    if (!cut.is_ragged) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+      return;
+    }
+    const int real = static_cast<int>(min(Index{kVector}, cut.total - at) * sizeof(T));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(real)
+                 : "memory");
   }
 };
 
-/// Calls use(step) for all steps. copy(step) starts the copies of a step, kAhead steps before its
-/// use. It is called for `copies` steps, at least as many, and wait_for_copies waits for the rest.
-template <typename Copy, typename Use>
-__device__ __forceinline__ void copy_and_use(int steps, int copies, Copy copy, Use use) {
-#pragma unroll 1
-  for (int j = 0; j < kAhead; ++j) {
-    if (j < copies) copy(j);
-    commit_copies();
-  }
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    wait_for_all_but<kAhead - 1>();
-    use(step);
-    if (step + kAhead < copies) copy(step + kAhead);
-    commit_copies();
-  }
-#pragma unroll 1
-  for (int j = steps + kAhead; j < copies; ++j) copy(j);
+/// The thread's address in shared memory. The compiler would compute it again for each access.
+__device__ __forceinline__ unsigned own_address(const void* memory) {
+  unsigned address = shared_address(memory) + threadIdx.x * 16;
+  asm volatile("" : "+r"(address));
+  return address;
 }
+template <typename T>
+__device__ __forceinline__ Packed<T> load_own(unsigned address) {
+  Packed<T> vector;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(vector.words[0]), "=r"(vector.words[1]), "=r"(vector.words[2]),
+                 "=r"(vector.words[3])
+               : "r"(address)
+               : "memory");
+  return vector;
+}
+
+/// A channel's parameters, each in a lane. Nothing waits for them before `get`: with a conversion
+/// beside each load, the next one and the copies would start later.
+template <typename T>
+class LaneParameters {
+ public:
+  /// The first `narrow` ones are of x's type T, the others float32.
+  __device__ __forceinline__ LaneParameters(const PlaneCut& cut, Index at, int narrow)
+      : is_narrow_(sizeof(T) == 2 && static_cast<int>(threadIdx.x % 4) < narrow) {
+    const void* const data = cut.parameters[threadIdx.x % 4];
+    if (data == nullptr) {
+      is_narrow_ = false;
+      wide_ = threadIdx.x % 4 == kWeight ? 1.0f : 0.0f;
+    } else if (is_narrow_) {
+      narrow_ = static_cast<const T*>(data)[at];
+    } else {
+      wide_ = static_cast<const float*>(data)[at];
+    }
+  }
+  /// For a whole warp.
+  __device__ __forceinline__ float get(int which) const {
+    return __shfl_sync(0xffffffffu, is_narrow_ ? to_accumulator<float>(narrow_) : wide_, which);
+  }
+
+ private:
+  float wide_ = 0;
+  T narrow_{};
+  bool is_narrow_;
+};
+
+/// A thread's units, one step after the other.
+template <typename T>
+class Walk {
+  static constexpr int kVector = Vector<T>::kSize;
+
+ public:
+  __device__ __forceinline__ explicit Walk(const PlanePart<T>& part) {
+    const unsigned unit = part.begin + threadIdx.x;
+    const unsigned sample = part.cut.plane_units.quotient(unit);
+    const unsigned width = static_cast<unsigned>(part.cut.plane_units.value());
+    left_ = static_cast<int>(part.end - part.begin) - static_cast<int>(threadIdx.x);
+    start_ = part.origin + sample * part.cut.stride;
+    place_ = static_cast<int>(unit - sample * width) * kVector;
+  }
+  __device__ __forceinline__ Piece<kVector> piece(const PlanePart<T>& part) const {
+    const int place = place_ - (static_cast<int>(start_) & (kVector - 1));
+    return {start_ + place, place, part.cut.pixels, left_ > 0 && place < part.cut.pixels,
+            place_ > 0};
+  }
+  __device__ __forceinline__ void next(const PlanePart<T>& part) {
+    left_ -= static_cast<int>(blockDim.x);
+    place_ += part.cut.step_values;
+    start_ += part.cut.step_stride;
+    if (place_ >= part.cut.plane_values) {
+      place_ -= part.cut.plane_values;
+      start_ += part.cut.stride;
+    }
+  }
+
+ private:
+  Index start_;  // of the plane
+  int place_;    // of the unit, from the vector with the plane's first value
+  int left_;     // units of the block from this one on
+};
 
 /// Shared memory for what threads and blocks tell each other.
 struct Exchange {
   float2 warps[kMostThreads / 32];
   double2 blocks[kMostBlocks];
+  ByteBarrier arrived;  // of the values in `blocks`
   float rows[kSlope + 1];
 };
 
@@ -177,9 +258,16 @@ struct ChannelRows {
 };
 
 /// Called by all threads at the start, before sum_over_cluster.
-__device__ __forceinline__ void enter_cluster(int cluster) {
+__device__ __forceinline__ void enter_cluster(int cluster, Exchange& exchange) {
 #if __CUDA_ARCH__ >= 900
-  if (cluster > 1) arrive_in_cluster();
+  if (cluster == 1) return;
+  if (threadIdx.x == 0) {
+    exchange.arrived.init(1);
+    exchange.arrived.expect(cluster * sizeof(double2));
+    ByteBarrier::publish();
+  }
+  // The barrier has been published. A release would wait for more.
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 }
 
@@ -209,47 +297,53 @@ __device__ double2 sum_over_cluster(int cluster, int rank, float (&first)[kVecto
 #if __CUDA_ARCH__ >= 900
   if (cluster == 1) return sums;
   wait_for_cluster();  // all blocks have started
-  if (static_cast<int>(threadIdx.x) < cluster) {
+  if (threadIdx.x >= 32) return sums;
+  if (lane < cluster) {  // needs no fence, see send_to_block
     asm volatile(
         "{\n"
-        ".reg .b32 place;\n"
-        "mapa.shared::cluster.u32 place, %0, %1;\n"
-        "st.shared::cluster.v2.f64 [place], {%2, %3};\n"
+        ".reg .b32 place, bar;\n"
+        "mapa.shared::cluster.u32 place, %0, %2;\n"
+        "mapa.shared::cluster.u32 bar, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [place], {%3, %4}, "
+        "[bar];\n"
         "}" ::"r"(shared_address(&exchange.blocks[rank])),
-        "r"(threadIdx.x), "d"(sums.x), "d"(sums.y)
+        "r"(shared_address(&exchange.arrived)), "r"(lane), "l"(__double_as_longlong(sums.x)),
+        "l"(__double_as_longlong(sums.y))
         : "memory");
   }
-  arrive_in_cluster();
-  wait_for_cluster();
-  if (threadIdx.x == 0) {
-    sums = exchange.blocks[0];
-    for (int block = 1; block < cluster; ++block) {
-      sums.x += exchange.blocks[block].x;
-      sums.y += exchange.blocks[block].y;
-    }
-  }
+  exchange.arrived.wait(0);
+  const double2 part = lane < cluster ? exchange.blocks[lane] : make_double2(0, 0);
+  sums.x = warp_sum(part.x);
+  sums.y = warp_sum(part.y);
+  if (lane == 0) exchange.arrived.invalidate();
 #endif
   return sums;
 }
 
-/// Stores the piece's values of a vector.
+/// Stores the piece's values of a vector. `pairs`: planes start at even places.
 template <typename T>
-__device__ __forceinline__ void store_piece(T* to, const Piece& piece, const Packed<T>& vector) {
+__device__ __forceinline__ void store_piece(T* to, const Piece<Packed<T>::kSize>& piece,
+                                            const Packed<T>& vector, bool pairs) {
   to += piece.at;
-  if (piece.is_whole<Packed<T>::kSize>()) return vector.store(to, false);
+  if (piece.is_whole()) {  // in assembly, because the compiler would split it
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(vector.words[0]),
+                 "r"(vector.words[1]), "r"(vector.words[2]), "r"(vector.words[3])
+                 : "memory");
+    return;
+  }
+  const unsigned mask = piece.mask();
+  constexpr int kInWord = 4 / sizeof(T);
+  if (kInWord == 1 || pairs) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      if (piece.has(i)) reinterpret_cast<unsigned*>(to)[i] = vector.words[i];
-    } else {
-      const bool low = piece.has(2 * i), high = piece.has(2 * i + 1);
-      auto* const halves = reinterpret_cast<unsigned short*>(to) + 2 * i;
-      if (low && high) {
-        *reinterpret_cast<unsigned*>(halves) = vector.words[i];
-      } else if (low) {
-        halves[0] = static_cast<unsigned short>(vector.words[i]);
-      } else if (high) {
-        halves[1] = static_cast<unsigned short>(vector.words[i] >> 16);
+    for (int i = 0; i < 4; ++i) {
+      if (mask >> kInWord * i & 1) reinterpret_cast<unsigned*>(to)[i] = vector.words[i];
+    }
+  } else {
+    auto* const halves = reinterpret_cast<unsigned short*>(to);
+#pragma unroll
+    for (int k = 0; k < Packed<T>::kSize; ++k) {
+      if (mask >> k & 1) {
+        halves[k] = static_cast<unsigned short>(vector.words[k / kInWord] >> k % kInWord * 16);
       }
     }
   }
@@ -258,13 +352,13 @@ __device__ __forceinline__ void store_piece(T* to, const Piece& piece, const Pac
 /// Stores the piece's bits. Called by whole warps. Planes of other blocks may share its first and
 /// its last byte: there each sets and clears its own bits, so the order does not matter.
 template <int kVector>
-__device__ __forceinline__ void store_bits(unsigned char* passes, const Piece& piece,
+__device__ __forceinline__ void store_bits(unsigned char* passes, const Piece<kVector>& piece,
                                            unsigned bits) {
-  unsigned own = (1u << piece.high) - (1u << piece.low);
+  unsigned own = piece.mask();
   bits &= own;
-  const Index byte = piece.at / 8;
+  const Index byte = piece.at >> 3;
   if constexpr (kVector == 4) {  // two neighbouring lanes may share a byte
-    const bool is_second = piece.at % 8 != 0;
+    const bool is_second = (piece.at & 7) != 0;
     const int lane = threadIdx.x % 32, shift = is_second ? 4 : 0;
     own <<= shift;
     bits <<= shift;
@@ -278,8 +372,8 @@ __device__ __forceinline__ void store_bits(unsigned char* passes, const Piece& p
   if (own == 0xff) {
     passes[byte] = static_cast<unsigned char>(bits);
   } else if (own != 0) {
-    auto* const word = reinterpret_cast<unsigned*>(passes) + byte / 4;
-    const int shift = static_cast<int>(byte % 4) * 8;
+    auto* const word = reinterpret_cast<unsigned*>(passes) + (byte >> 2);
+    const int shift = static_cast<int>(byte & 3) * 8;
     if (bits != own) atomicAnd(word, ~((own & ~bits) << shift));
     if (bits != 0) atomicOr(word, bits << shift);
   }
@@ -293,50 +387,73 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   constexpr int kVector = Vector<T>::kSize;
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Exchange exchange;
-  enter_cluster(cut.cluster);
+  enter_cluster(cut.cluster(), exchange);
   const PlanePart<T> part(cut);
-  unsigned char* const residuals = memory + cut.per_block * 16;
   // Small loads first: behind the copies they would wait for them.
-  const float shift = part.shift(static_cast<const T*>(a.x));
-  float weight = 1, bias = 0;
-  if (threadIdx.x == 0) {
-    weight = parameter<T>(a.channels.weight, a.channels.wide, part.at(), 1.0f);
-    bias = parameter<T>(a.channels.bias, a.channels.wide, part.at(), 0.0f);
-  }
+  const T few = part.load_few(static_cast<const T*>(a.x));
+  const LaneParameters<T> parameters(cut, part.at(), a.channels.wide ? 0 : 4);
+  // The residual passes through a ring of kSlots steps behind x. Its copies follow those of x, so
+  // its first steps arrive while the blocks exchange their sums.
+  constexpr int kSlots = kResidual ? kAheadResidual : kAhead;
+  const unsigned own_x = own_address(memory), ring = own_x + cut.per_block * 16;
+  const unsigned step_bytes = blockDim.x * 16;
+  Walk<T> ahead(part);
+  int copied = 0;     // steps of x
+  unsigned slot = 0;  // bytes in the ring
+  const auto copy_residual = [&](int step) {
+    if (step < cut.steps) {
+      const Piece piece = ahead.piece(part);
+      if (piece.exists) part.copy(ring + slot, a.residual, piece.at);
+      ahead.next(part);
+    }
+    slot = slot == (kSlots - 1) * step_bytes ? 0 : slot + step_bytes;
+  };
+  const auto copy_next = [&] {
+    if (copied < cut.steps) {
+      const Piece piece = ahead.piece(part);
+      if (piece.exists) part.copy(own_x + copied * step_bytes, a.x, piece.at);
+      ahead.next(part);
+    } else if constexpr (kResidual) {
+      if (copied == cut.steps) ahead = Walk<T>(part);
+      copy_residual(copied - cut.steps);
+    }
+    ++copied;
+    commit_copies();
+  };
+#pragma unroll 1
+  for (int j = 0; j < kSlots; ++j) copy_next();
+  const float shift = part.shift(few);
   float sum[kVector] = {}, squares[kVector] = {}, shifts[kVector];
 #pragma unroll
   for (int k = 0; k < kVector; ++k) shifts[k] = shift;
-  const auto copy = [&](int step) {
-    const bool second = kResidual && step >= part.steps;
-    if (second) step -= part.steps;
-    const Piece piece = part.piece(step);
-    if (piece.high == 0) return;
-    part.copy((second ? residuals : memory) + part.slot(step) * 16, piece.at,
-              second ? a.residual : a.x);
-  };
-  copy_and_use(part.steps, kResidual ? 2 * part.steps : part.steps, copy, [&](int step) {
-    const Piece piece = part.piece(step);
-    if (piece.high == 0 || piece.blank) return;
-    Packed<T> values;
-    values.load_shared(memory + part.slot(step) * 16);
-    float v[kVector];
-    values.unpack(v);
-    if (!piece.is_whole<kVector>()) {
+  Walk<T> walk(part);
+#pragma unroll 1
+  for (int step = 0; step < cut.steps; ++step) {
+    wait_for_all_but<kSlots - 1>();
+    const Piece piece = walk.piece(part);
+    if (piece.exists && !part.is_blank(step)) {
+      const Packed<T> values = load_own<T>(own_x + step * step_bytes);
+      float v[kVector];
+      values.unpack(v);
+      if (!piece.is_whole()) {
+        const unsigned mask = piece.mask();
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) v[k] = piece.has(k) ? v[k] : shift;
+        for (int k = 0; k < kVector; ++k) v[k] = (mask >> k & 1) != 0 ? v[k] : shift;
+      }
+      add_moments(v, shifts, sum, squares);
     }
-    add_moments(v, shifts, sum, squares);
-  });
+    walk.next(part);
+    copy_next();
+  }
   const double count = part.count();
-  const double2 sums = sum_over_cluster(cut.cluster, part.rank, sum, squares, exchange);
+  const double2 sums = sum_over_cluster(cut.cluster(), part.rank, sum, squares, exchange);
   double mean = 0, variance = 0;
+  const float weight = parameters.get(kWeight), bias = parameters.get(kBias);
   if (threadIdx.x == 0) {
-    Moments all;
-    all.count = count;
-    all.sum = sums.x;
-    all.squares = sums.y;
-    mean = all.mean(shift);
-    variance = count > 0 ? all.central() / count : 0.0;
+    const double share = part.share(count);
+    mean = count > 0 ? shift + sums.x * share : 0.0;
+    const double central = sums.y - sums.x * (sums.x * share);
+    variance = central < 0 ? 0.0 : central * share;  // NaN stays NaN
     const float eps = static_cast<float>(a.channels.eps);
     exchange.rows[kMean] = static_cast<float>(mean);
     exchange.rows[kScale] = inverse_deviation(static_cast<float>(variance), eps) * weight;
@@ -345,26 +462,32 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   __syncthreads();
   const ChannelRows channel{
       {exchange.rows[kMean], exchange.rows[kScale], exchange.rows[kShift], 0, 0}};
-  wait_for_copies();
+  walk = Walk<T>(part);
 #pragma unroll 1
-  for (int step = 0; step < part.steps; ++step) {
-    const Piece piece = part.piece(step);
+  for (int step = 0; step < cut.steps; ++step) {
+    if constexpr (kResidual) wait_for_all_but<kSlots - 1>();
+    const Piece piece = walk.piece(part);
+    const bool blank = part.is_blank(step);
     float v[kVector] = {};
     Packed<T> values, added;
-    if (piece.high > 0) {
-      values.load_shared(memory + part.slot(step) * 16);
-      if constexpr (kResidual) added.load_shared(residuals + part.slot(step) * 16);
+    if (piece.exists) {
+      values = load_own<T>(own_x + step * step_bytes);
+      if constexpr (kResidual) added = load_own<T>(ring + slot);
       normalize<kResidual>(channel, 0, values, added, v);
     }
-    if (kResidual && a.passes != nullptr) {
-      store_bits<kVector>(a.passes, piece, piece.blank ? 0 : passing<T>(a.activation, v));
+    if constexpr (kResidual) {
+      copy_residual(step + kSlots);  // to the slot that is free now
+      commit_copies();
+      if (a.passes != nullptr) {
+        store_bits<kVector>(a.passes, piece, blank ? 0 : passing<T>(a.activation, v));
+      }
     }
-    if (piece.high == 0) continue;
+    walk.next(part);
+    if (!piece.exists) continue;
     activate_all<T, kKinds>(a.activation, v);
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) v[k] = piece.blank ? 0.0f : v[k];
     values.pack(v);
-    store_piece(static_cast<T*>(a.y), piece, values);
+    if (blank) values = {};
+    store_piece(static_cast<T*>(a.y), piece, values, cut.pixels % 2 == 0);
   }
   // Last, because nobody waits for it.
   if (part.rank > 0) return;
@@ -373,9 +496,13 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   if (part.channel == 0 && threadIdx.x < 32 && !cumulative) {
     count_call(f.advanced(), part.stream, cut.blanked, cut.samples, cut.pixels);
   }
+  const RunningStatistics<float> running{parameters.get(kMeanBefore),
+                                         parameters.get(kDeviationBefore)};
   if (threadIdx.x == 0) {
     const long long calls = cumulative ? calls_of(f.counter, part.stream) : 1;
-    finish_channel<T>(f, part.at(), count, mean, variance, calls, true);
+    const float inverse =
+        inverse_deviation(static_cast<float>(variance), static_cast<float>(f.eps));
+    save_channel<T>(f, part.at(), count, mean, variance, inverse, calls, running);
   }
 #endif
 }
@@ -393,66 +520,93 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   constexpr int kVector = Vector<T>::kSize;
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Exchange exchange;
-  enter_cluster(cut.cluster);
+  enter_cluster(cut.cluster(), exchange);
   const PlanePart<T> part(cut);
-  const unsigned image = cut.per_block * 16;
-  unsigned char* const words = memory + (kResidual ? 3 : 2) * image;
   // Small loads first: behind the copies they would wait for them.
-  const Coefficients<float> saved = saved_coefficients<T>(a.channels, part.at());
-  ChannelRows channel{{saved.mean, saved.scale, saved.shift, 0, 0}};
+  const LaneParameters<T> parameters(cut, part.at(), a.channels.wide ? 0 : kMeanBefore);
+  const unsigned image = cut.per_block * 16;
+  const unsigned step_bytes = blockDim.x * 16;
+  const unsigned own = own_address(memory);
+  const unsigned words = own + 2 * image - threadIdx.x * 12;  // 4 bytes of a thread, not 16
   const Index bit_bytes = (cut.total + 7) / 8;
-  const auto copy = [&](int step) {
-    const Piece piece = part.piece(step);
-    if (piece.high == 0) return;
-    unsigned char* const to = memory + part.slot(step) * 16;
-    if constexpr (kResidual) return part.copy(to, piece.at, a.dy, a.x, a.residual);
-    part.copy(to, piece.at, a.dy, a.x);
-    if (a.passes == nullptr) return;
-    const Index byte = piece.at / 32 * 4;
-    copy_word(words + part.slot(step) * 4, a.passes + byte,
-              static_cast<int>(min(Index{4}, bit_bytes - byte)));
+  Walk<T> ahead(part);
+  int copied = 0;  // steps
+  const auto copy_next = [&] {
+    if (copied < cut.steps) {
+      const Piece piece = ahead.piece(part);
+      if (piece.exists) {
+        const unsigned to = own + copied * step_bytes;
+        part.copy(to, a.dy, piece.at);
+        part.copy(to + image, a.x, piece.at);
+        if constexpr (kResidual) {
+          part.copy(to + 2 * image, a.residual, piece.at);
+        } else if (a.passes != nullptr) {
+          const Index byte = (piece.at >> 5) * 4;
+          const int real = static_cast<int>(min(Index{4}, bit_bytes - byte));
+          asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(
+                           words + copied * (step_bytes / 4)),
+                       "l"(a.passes + byte), "r"(real)
+                       : "memory");
+        }
+      }
+      ahead.next(part);
+    }
+    ++copied;
+    commit_copies();
   };
+#pragma unroll 1
+  for (int j = 0; j < kAhead; ++j) copy_next();
+  const float inverse = parameters.get(kDeviationBefore);
+  ChannelRows channel{{parameters.get(kMeanBefore), inverse * parameters.get(kWeight),
+                       parameters.get(kBias), 0, 0}};
   /// dv, and x without its mean.
-  const auto gradient = [&](int step, const Piece& piece, float (&d)[kVector],
+  const auto gradient = [&](int step, const Piece<kVector>& piece, float (&d)[kVector],
                             float (&centred)[kVector]) {
-    const unsigned char* const from = memory + part.slot(step) * 16;
+    const unsigned from = own + step * step_bytes;
     GradientVectors<T, kResidual, kKinds> vectors;
-    vectors.dy.load_shared(from);
-    vectors.x.load_shared(from + image);
-    if constexpr (kResidual) vectors.residual.load_shared(from + 2 * image);
+    vectors.dy = load_own<T>(from);
+    vectors.x = load_own<T>(from + image);
+    if constexpr (kResidual) vectors.residual = load_own<T>(from + 2 * image);
     if (!kResidual && a.passes != nullptr) {
-      vectors.bits =
-          *reinterpret_cast<const unsigned*>(words + part.slot(step) * 4) >> piece.at % 32;
+      asm volatile("ld.shared.u32 %0, [%1];"
+                   : "=r"(vectors.bits)
+                   : "r"(words + step * (step_bytes / 4))
+                   : "memory");
+      vectors.bits >>= piece.at & 31;
     }
     vectors.gradient(a, channel, 0, d, centred);
   };
   float sum[kVector] = {}, products[kVector] = {};
-  copy_and_use(part.steps, part.steps, copy, [&](int step) {
-    const Piece piece = part.piece(step);
-    if (piece.high == 0 || piece.blank) return;
-    float d[kVector], centred[kVector];
-    gradient(step, piece, d, centred);
-    if (!piece.is_whole<kVector>()) {
+  Walk<T> walk(part);
+#pragma unroll 1
+  for (int step = 0; step < cut.steps; ++step) {
+    wait_for_all_but<kAhead - 1>();
+    const Piece piece = walk.piece(part);
+    if (piece.exists && !part.is_blank(step)) {
+      float d[kVector], centred[kVector];
+      gradient(step, piece, d, centred);
+      if (!piece.is_whole()) {
+        const unsigned mask = piece.mask();
+        keep_passing(mask, d);
+        keep_passing(mask, centred);
+      }
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
-        d[k] = piece.has(k) ? d[k] : 0.0f;
-        centred[k] = piece.has(k) ? centred[k] : 0.0f;
+        sum[k] += d[k];
+        products[k] = fmaf(d[k], centred[k], products[k]);
       }
     }
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      sum[k] += d[k];
-      products[k] = fmaf(d[k], centred[k], products[k]);
-    }
-  });
+    walk.next(part);
+    copy_next();
+  }
   const double count = part.count();
-  const double2 sums = sum_over_cluster(cut.cluster, part.rank, sum, products, exchange);
+  const double2 sums = sum_over_cluster(cut.cluster(), part.rank, sum, products, exchange);
   if (threadIdx.x == 0) {
     const GradientSums<float> all{count, static_cast<float>(sums.x), static_cast<float>(sums.y)};
     Corrections<float> value =
-        finish_gradient<T>(a.channels, part.at(), all, saved.inverse, part.rank == 0);
+        finish_gradient<T>(a.channels, part.at(), all, inverse, part.rank == 0);
     if (a.channels.group != nullptr) {
-      value = group_corrections<T>(a.channels, part.at(), saved.inverse);
+      value = group_corrections<T>(a.channels, part.at(), inverse);
     }
     exchange.rows[kOffset] = value.offset;
     exchange.rows[kSlope] = value.slope;
@@ -460,18 +614,20 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   __syncthreads();
   channel.rows[kOffset] = exchange.rows[kOffset];
   channel.rows[kSlope] = exchange.rows[kSlope];
+  walk = Walk<T>(part);
 #pragma unroll 1
-  for (int step = 0; step < part.steps; ++step) {
-    const Piece piece = part.piece(step);
-    if (piece.high == 0) continue;
+  for (int step = 0; step < cut.steps; ++step) {
+    const Piece piece = walk.piece(part);
+    walk.next(part);
+    if (!piece.exists) continue;
+    const bool blank = part.is_blank(step);
     float d[kVector], centred[kVector];
     gradient(step, piece, d, centred);
     const auto store = [&](void* to) {
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) d[k] = piece.blank ? 0.0f : d[k];
       Packed<T> out;
       out.pack(d);
-      store_piece(static_cast<T*>(to), piece, out);
+      if (blank) out = {};
+      store_piece(static_cast<T*>(to), piece, out, cut.pixels % 2 == 0);
     };
     if (a.dresidual != nullptr) store(a.dresidual);
     if (a.dx == nullptr) continue;
@@ -498,56 +654,83 @@ constexpr std::int64_t plane_units(std::int64_t pixels, int vector) {
 static_assert(plane_units(64, 8) == 8 && plane_units(196, 8) == 25 && plane_units(49, 8) == 7);
 static_assert(plane_units(1, 8) == 1 && plane_units(2, 8) == 1 && plane_units(3, 8) == 2);
 
-/// The cut that is expected to be fastest. Its cost is in bytes of shared memory that an SM fills:
-/// those of its blocks, more if it has only one at a time, because that either loads or stores, and
-/// more for the barriers of a cluster.
-std::optional<Plan> plan(const Context& context, const TensorView& x, const TensorView& blanked,
-                         int unit_bytes) {
+/// Bytes of shared memory: of a unit, and more of a thread.
+struct Needs {
+  int unit, thread;
+};
+Needs needs_of_shared(const BatchNormActForward& call) {
+  return {16, call.residual.defined() ? kAheadResidual * 16 : 0};
+}
+Needs needs_of_shared(const BatchNormActBackward& call) {
+  return {reads_residual(call) ? 48 : call.passes.defined() ? 36 : 32, 0};
+}
+
+/// Bytes of an SM's shared memory for a block.
+constexpr std::int64_t in_sm(std::int64_t dynamic) { return dynamic + sizeof(Exchange) + 1024; }
+
+/// The cut that is expected to be fastest. Its cost is in bytes that an SM loads. Blocks that run
+/// together hide each other's latencies: one loads while another stores. Threads hide those of
+/// instructions. A block costs its start, a cluster its barriers.
+template <typename Call>
+std::optional<Plan> plan(const Context& context, const Call& call) {
+  const TensorView& x = call.x;
   const DeviceLimits& limits = limits_of(context.device);
+  const Needs needs = needs_of_shared(call);
   const int vector = static_cast<int>(16 / size_of(x.dtype));
   const std::int64_t pixels = dimension(x, 2) * dimension(x, 1);
   const std::int64_t channels = dimension(x, 3), samples = dimension(x, 4);
   const std::int64_t in_plane = plane_units(pixels, vector), units = samples * in_plane;
-  const std::int64_t room = limits.block_shared_memory - 1024;  // without the Exchange
-  std::int64_t least = 0, per_block = 0;
-  int cluster = 0;
-  for (int blocks = 1; blocks <= (limits.capability >= 90 ? kMostBlocks : 1); blocks *= 2) {
+  constexpr std::int64_t kThreadsOfSm = 1024;  // with 64 registers
+  double least = 0;
+  std::int64_t per_block = 0, dynamic = 0;
+  int cluster_bits = 0, threads = 0;
+  const auto consider = [&](int bits, int size) {
+    const int blocks = 1 << bits;
     // Whole warps: then no two of them share a byte of bits in planes that do not.
-    const std::int64_t each = divide_up(units, 32 * blocks) * 32, bytes = each * unit_bytes;
-    if (bytes > room) continue;
+    const std::int64_t each = divide_up(units, 32 * blocks) * 32;
+    const std::int64_t bytes = each * needs.unit + size * needs.thread;
+    if (in_sm(bytes) - 1024 > limits.block_shared_memory || each >= 32 * size) return;
+    const std::int64_t fit = std::min(limits.shared_memory / in_sm(bytes), kThreadsOfSm / size);
+    // Clusters of more than 8 need enough SMs side by side, and not all GPUs have them.
+    if (blocks > 8 && (fit < 2 || limits.gpu_capability >= 120)) return;
     const std::int64_t per_sm =
         divide_up(streams_of(x) * channels * blocks, limits.multiprocessors);
-    const bool alone = per_sm == 1 || 2 * (bytes + 2048) > limits.shared_memory;
-    std::int64_t cost = per_sm * bytes;
-    if (alone) cost += cost / 5;
-    if (blocks > 1) cost += 8 << 10;
-    if (cluster > 0 && cost >= least) continue;
+    const double together = static_cast<double>(std::min(per_sm, fit));
+    double cost = static_cast<double>(per_sm * (each * needs.unit + 2048));
+    cost *= (1 + 1 / (together * (together + 1))) * (1 + 128 / (together * size));
+    // More than 8 blocks must find room side by side at once, so they wait longer.
+    if (blocks > 1) cost += cost * (blocks > 8 ? 0.3 : 0.06) + 8192;
+    if (threads > 0 && cost >= least) return;
     least = cost;
     per_block = each;
-    cluster = blocks;
+    dynamic = bytes;
+    cluster_bits = bits;
+    threads = size;
+  };
+  for (int bits = 0; 1 << bits <= (limits.capability >= 90 ? kMostBlocks : 1); ++bits) {
+    for (int size = 64; size <= kMostThreads; size *= 2) consider(bits, size);
   }
-  if (cluster == 0) return std::nullopt;
-  int threads = 128;
-  while (threads < kMostThreads && per_block > 4 * threads) threads *= 2;
-  return Plan{.cut = {.channels = static_cast<int>(channels),
-                      .samples = static_cast<int>(samples),
+  if (threads == 0) return std::nullopt;
+  return Plan{.cut = {.channels = ShortDivisor(channels),
+                      .samples = static_cast<unsigned>(samples),
                       .pixels = static_cast<int>(pixels),
+                      .stride = channels * pixels,
                       .total = x.numel(),
+                      .is_ragged = x.numel() % vector != 0,
+                      .share = 1.0 / static_cast<double>(samples * pixels),
                       .plane_units = ShortDivisor(in_plane),
+                      .plane_values = static_cast<int>(in_plane * vector),
+                      .step_stride = threads / in_plane * channels * pixels,
+                      .step_values = static_cast<int>(threads % in_plane * vector),
                       .units = static_cast<unsigned>(units),
                       .per_block = static_cast<unsigned>(per_block),
-                      .cluster = cluster,
-                      .blanked = static_cast<const bool*>(blanked.data)},
+                      .steps = static_cast<int>(divide_up(per_block, threads)),
+                      .cluster_bits = cluster_bits,
+                      .has_blanked = call.blanked.data != nullptr,
+                      .blanked = static_cast<const bool*>(call.blanked.data),
+                      .parameters = {}},
               .threads = threads,
-              .shared_bytes = static_cast<std::size_t>(per_block * unit_bytes)};
-}
-
-std::optional<Plan> plan(const Context& context, const BatchNormActForward& call) {
-  return plan(context, call.x, call.blanked, call.residual.defined() ? 32 : 16);
-}
-std::optional<Plan> plan(const Context& context, const BatchNormActBackward& call) {
-  const int bytes = reads_residual(call) ? 48 : call.passes.defined() ? 36 : 32;
-  return plan(context, call.x, call.blanked, bytes);
+              .shared_bytes = static_cast<std::size_t>(dynamic)};
 }
 
 template <typename Call>
@@ -565,10 +748,10 @@ std::string declines(const Context& context, const Call& call) {
 
 Launch launch_of(const Context& context, const TensorView& x, const Plan& plan) {
   return {.context = context,
-          .blocks = streams_of(x) * plan.cut.channels * plan.cut.cluster,
+          .blocks = streams_of(x) * dimension(x, 3) * plan.cut.cluster(),
           .threads = plan.threads,
           .shared_bytes = plan.shared_bytes,
-          .cluster = plan.cut.cluster};
+          .cluster = plan.cut.cluster()};
 }
 
 /// Calls body(T, kinds, residual) with a value of x's type and constants of Kinds and bool.
@@ -595,7 +778,13 @@ std::string planes_declines(const Context& context, const BatchNormActForward& c
   if (call.passes.defined() && call.x.numel() % 32 != 0) {
     return "the bits of relu do not fill 4-byte words";  // atomic operations take whole words
   }
-  return declines(context, call);
+  reason = declines(context, call);
+  if (!reason.empty()) return reason;
+  const std::int64_t in_block = in_sm(plan(context, call)->shared_bytes);
+  if (2 * in_block > limits_of(context.device).shared_memory) {
+    return "an SM has room for one block only, which either loads or stores";
+  }
+  return {};
 }
 
 std::string planes_declines(const Context& context, const BatchNormActBackward& call) {
@@ -608,7 +797,7 @@ std::string planes_declines(const Context& context, const BatchNormActBackward& 
 }
 
 void planes_run(const Context& context, const BatchNormActForward& call) {
-  const Plan p = *plan(context, call);
+  Plan p = *plan(context, call);
   const NormalizeArguments a{.x = call.x.data,
                              .residual = call.residual.data,
                              .y = call.y.data,
@@ -618,6 +807,10 @@ void planes_run(const Context& context, const BatchNormActForward& call) {
                              .coefficients = nullptr,
                              .activation = call.activation,
                              .streaming = false};
+  std::ranges::copy(
+      std::initializer_list<const void*>{a.channels.weight, a.channels.bias,
+                                         a.channels.running_mean, a.channels.running_var},
+      p.cut.parameters);
   if (a.channels.momentum < 0 && a.channels.advanced().calls != nullptr) {
     launch_kernel({context, streams_of(call.x), 32}, "counting calls", count_kernel,
                   a.channels.advanced(), p.cut.blanked, p.cut.samples, p.cut.pixels);
@@ -629,7 +822,7 @@ void planes_run(const Context& context, const BatchNormActForward& call) {
 }
 
 void planes_run(const Context& context, const BatchNormActBackward& call) {
-  const Plan p = *plan(context, call);
+  Plan p = *plan(context, call);
   const GradientArguments a{.dy = call.dy.data,
                             .x = call.x.data,
                             .residual = call.residual.data,
@@ -641,6 +834,9 @@ void planes_run(const Context& context, const BatchNormActBackward& call) {
                             .corrections = nullptr,
                             .activation = call.activation,
                             .streaming = false};
+  std::ranges::copy(std::initializer_list<const void*>{a.channels.weight, a.channels.bias,
+                                                       a.channels.mean, a.channels.inverse},
+                    p.cut.parameters);
   dispatch(call, reads_residual(call), [&]<typename T>(T, auto kinds, auto residual) {
     launch_kernel(launch_of(context, call.x, p), "computing gradients",
                   backward_kernel<T, kinds(), residual()>, p.cut, a);
