@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import fusewise
 from fusewise.bench.accuracy import Expected, Results, accumulator, largest
-from fusewise.bench.families.batch_norm_act import expected
+from fusewise.bench.families.batch_norm_act import expected, kinks
 from fusewise.functional import batch_norm_act
 from fusewise.functional.batch_norm import pooled_pixels
 from reference import DTYPES, LAYOUTS, assert_right, same_bits
@@ -91,16 +91,11 @@ class Case:
         return Results(outputs, {name: right[name] for name in outputs})
 
     def kinks(self):
-        """Where hardswish's slope jumps within torch's rounding of v. There torch's gradient may be
-        half of dy off, and the rule would allow as much everywhere."""
-        if self.activation != "hardswish":
-            return torch.zeros_like(self.x, dtype=torch.bool)
-        parameters = (self.running_mean, self.running_var, self.weight, self.bias)
-        mean, var, weight, bias = (t if t is None else t.double() for t in parameters)
-        norm = F.batch_norm(self.x.double(), mean.clone(), var.clone(), weight, bias, self.training)
-        v = norm if self.residual is None else norm + self.residual
-        room = 2 * torch.finfo(self.x.dtype).eps * (norm.abs() + v.abs())
-        return (v.abs() - 3).abs() <= room
+        """Where the slope jumps within torch's rounding of v; dy must be 0 there."""
+        running = None if self.training else (self.running_mean, self.running_var)
+        inputs = (self.x, self.weight, self.bias)
+        found = kinks(*inputs, self.activation, self.residual, running)
+        return torch.zeros_like(self.x, dtype=torch.bool) if found is None else found
 
     def _of(self, fn):
         """What a function gets of a tensor: torch a copy, because cuDNN needs aligned images."""
