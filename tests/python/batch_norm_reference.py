@@ -36,6 +36,29 @@ def recipe():
     return names
 
 
+def train(model, batches, autocast=None):
+    """The losses of a training step per batch of images and labels, under autocast to a dtype."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
+    losses = []
+    for x, labels in batches:
+        with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+            loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def drawn_batches(steps, size, device="cpu", dtype=torch.float32):
+    """Images and labels. Four batches in turn, so that there is something to learn."""
+    batches = []
+    for _ in range(4):
+        x = torch.randn(size, dtype=dtype, device=device).to(memory_format=torch.channels_last)
+        batches.append((x, torch.randint(10, size[:1], device=device)))
+    return [batches[i % 4] for i in range(steps)]
+
+
 def kept_bytes(fn, apart=()):
     """The memory that autograd keeps for the backward of a call, without that of the tensors
     `apart`, which live anyway."""
