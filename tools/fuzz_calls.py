@@ -196,9 +196,13 @@ def draw_batch_norm_act(rng, device):
     # Equal values leave a BatchNorm only noise.
     if x.numel() and (not training or x.double().std((0, 2, 3)).min() > 0.1):
         case.x = x
-    case.dy = relaid(rng, case.dy)
+    layout = Relay.drawn(rng, 4)
     if case.residual is not None:
         case.residual = relaid(rng, case.residual)
+    # Other values of x or of the residual have other kinks, which an expanded dy cannot leave out.
+    at_kinks = case.kinks()
+    dy = layout(case.dy.masked_fill(at_kinks, 0))
+    case.dy = dy if not dy[at_kinks].any() else dy.masked_fill(at_kinks, 0)
     return [case]
 
 

@@ -4,6 +4,7 @@ The matrix of dtypes, layouts and activations is in tests/python and runs on the
 """
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusewise
-from batch_norm_reference import ACTIVATIONS, make_case, pooled, recipe
+from batch_norm_reference import (
+    ACTIVATIONS,
+    drawn_batches,
+    make_case,
+    pooled,
+    recipe,
+    train,
+)
 from fusewise.bench.cases import select
 from fusewise.functional import batch_norm_act
 from fusewise.nn import BatchNormAct2d
@@ -420,6 +428,28 @@ def test_peak_memory_of_a_resnet():
         peaks.append(peak(step))
         del model, step
     assert peaks[1] <= 0.95 * peaks[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None], ids=str)
+def test_twenty_training_steps_of_resnet_50(dtype):
+    """The losses are torch's within noise: as near as those of a model of torch whose weights
+    differ in the last bit."""
+    torchvision = pytest.importorskip("torchvision")
+    torch.manual_seed(0)
+    theirs = torchvision.models.resnet50(num_classes=10).cuda()
+    theirs = theirs.to(memory_format=torch.channels_last)
+    near = copy.deepcopy(theirs)
+    with torch.no_grad():
+        for weight in near.parameters():
+            weight.mul_(1 + torch.finfo(weight.dtype).eps)
+    ours = recipe()["fuse"](copy.deepcopy(theirs))
+    batches = drawn_batches(20, (32, 3, 64, 64), "cuda")
+    right, close, found = (
+        torch.tensor(train(model, batches, dtype)) for model in (theirs, near, ours)
+    )
+    assert right[-5:].mean() < 0.9 * right[:5].mean()
+    noise = (close - right).abs().mean()
+    assert (found - right).abs().mean() <= 3 * noise + 0.02 * right.mean()
 
 
 def test_memory_is_flat_over_many_calls(case):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import fusewise
 from fusewise.bench.accuracy import Expected, Results, accumulator, largest
-from fusewise.bench.families.batch_norm_act import expected
+from fusewise.bench.families.batch_norm_act import expected, kinks
 from fusewise.functional import batch_norm_act
 from fusewise.functional.batch_norm import pooled_pixels
 from reference import DTYPES, LAYOUTS, assert_right, same_bits
@@ -34,6 +34,29 @@ def recipe():
     names = {"__name__": "recipe"}
     exec(compile(code, page.name, "exec"), names)
     return names
+
+
+def train(model, batches, autocast=None):
+    """The losses of a training step per batch of images and labels, under autocast to a dtype."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
+    losses = []
+    for x, labels in batches:
+        with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+            loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def drawn_batches(steps, size, device="cpu", dtype=torch.float32):
+    """Images and labels. Four batches in turn, so that there is something to learn."""
+    batches = []
+    for _ in range(4):
+        x = torch.randn(size, dtype=dtype, device=device).to(memory_format=torch.channels_last)
+        batches.append((x, torch.randint(10, size[:1], device=device)))
+    return [batches[i % 4] for i in range(steps)]
 
 
 def kept_bytes(fn, apart=()):
@@ -91,16 +114,11 @@ class Case:
         return Results(outputs, {name: right[name] for name in outputs})
 
     def kinks(self):
-        """Where hardswish's slope jumps within torch's rounding of v. There torch's gradient may be
-        half of dy off, and the rule would allow as much everywhere."""
-        if self.activation != "hardswish":
-            return torch.zeros_like(self.x, dtype=torch.bool)
-        parameters = (self.running_mean, self.running_var, self.weight, self.bias)
-        mean, var, weight, bias = (t if t is None else t.double() for t in parameters)
-        norm = F.batch_norm(self.x.double(), mean.clone(), var.clone(), weight, bias, self.training)
-        v = norm if self.residual is None else norm + self.residual
-        room = 2 * torch.finfo(self.x.dtype).eps * (norm.abs() + v.abs())
-        return (v.abs() - 3).abs() <= room
+        """Where the slope jumps within torch's rounding of v; dy must be 0 there."""
+        running = None if self.training else (self.running_mean, self.running_var)
+        inputs = (self.x, self.weight, self.bias)
+        found = kinks(*inputs, self.activation, self.residual, running)
+        return torch.zeros_like(self.x, dtype=torch.bool) if found is None else found
 
     def _of(self, fn):
         """What a function gets of a tensor: torch a copy, because cuDNN needs aligned images."""

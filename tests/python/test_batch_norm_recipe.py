@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fusewise
-from batch_norm_reference import kept_bytes, recipe
+from batch_norm_reference import drawn_batches, kept_bytes, recipe, train
 from fusewise.nn import BatchNormAct2d
 
 torchvision = pytest.importorskip("torchvision")
@@ -18,18 +18,6 @@ def fuse():
     return recipe()["fuse"]
 
 
-def train(model, x, labels, steps=2):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for _ in range(steps):
-        loss = nn.functional.cross_entropy(model(x), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def test_two_training_steps_give_the_same_losses(fuse):
     torch.manual_seed(0)
     theirs = torchvision.models.resnet50(num_classes=10).double()
@@ -38,17 +26,30 @@ def test_two_training_steps_give_the_same_losses(fuse):
     assert BatchNormAct2d in kinds and nn.BatchNorm2d not in kinds and nn.MaxPool2d not in kinds
     assert sum(isinstance(module, BatchNormAct2d) for module in ours.modules()) == 53
     assert list(ours.state_dict()) == list(theirs.state_dict())
-    x, labels = torch.randn(4, 3, 48, 48, dtype=torch.float64), torch.randint(10, (4,))
-    assert train(ours, x, labels) == pytest.approx(train(theirs, x, labels), rel=1e-8)
+    batches = drawn_batches(2, (4, 3, 48, 48), dtype=torch.float64)
+    assert train(ours, batches) == pytest.approx(train(theirs, batches), rel=1e-8)
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-6, atol=1e-8)
     ours.eval(), theirs.eval()
+    x = batches[0][0]
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(x))
         assert {record.operator for record in fusewise.explain(ours, x)} == {
             "batch_norm_act",
             "batch_norm_act_pool",
         }
+
+
+def test_twenty_training_steps_of_a_smaller_resnet(fuse):
+    """ResNet-50 itself: tests/gpu."""
+    torch.manual_seed(0)
+    resnet = torchvision.models.resnet
+    theirs = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=10).double()
+    ours = fuse(copy.deepcopy(theirs))
+    batches = drawn_batches(20, (8, 3, 32, 32), dtype=torch.float64)
+    losses = train(theirs, batches)
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert train(ours, batches) == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

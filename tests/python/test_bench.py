@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusewise
 from fusewise import bench, cli
+from fusewise._usage import UsageError
 from fusewise.bench import accuracy, progress, report, runner, schema, tables, yardsticks
 from fusewise.bench.baselines import caller
 from fusewise.bench.cases import read, recast, select
@@ -109,6 +110,40 @@ def test_what_eager_rounds_before_relu_is_no_mistake():
     assert check(y, "eager").passed
     assert "wrong side of relu's kink" in str(check(y, "compile"))
     assert not check(y * 1.1, "eager").passed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("activation", ["relu", "relu6", "hardswish"])
+@pytest.mark.parametrize("variant", [None, "max-pool", "inference"])
+def test_kinks_do_not_widen_batch_norms_rule(variant, activation, dtype):
+    """Torch rounds v before the activation. Near a kink, its gradient may be dy off."""
+    family = FAMILIES["batch_norm_act"]
+    extra = {"activation": activation, "residual": "none"}
+    if variant:
+        extra["variant"] = variant
+    case = dataclasses.replace(family.tiny, shape=(8, 16, 12, 13), dtype_name=dtype, extra=extra)
+    workload = family.build(case, "cpu", 1)
+    verification = Verification(family, case, workload)
+    for mode in family.modes(case):
+        for name in ("eager", "fusewise"):
+            right = caller(workload.functions[name], workload, mode)(0)
+            assert verification.check(lambda _, right=right: right, mode, name).passed
+        for i, tensor in enumerate(right):
+            wrong = [*right[:i], tensor.detach() * 1.1, *right[i + 1 :]]
+            assert not verification.check(lambda _, wrong=wrong: wrong, mode).passed, i
+
+
+def test_batch_norms_variants_are_measured():
+    cases = {case.name: case for case in select("batch_norm_act", "cuda", "full")}
+    assert cases["stem-64x112-max-pool"].extra["variant"] == "max-pool"
+    assert sum(case.extra.get("variant") == "inference" for case in cases.values()) == 4
+    both = dataclasses.replace(
+        cases["stem-64x112-max-pool"],
+        shape=(1, 2, 3, 3),
+        extra={"activation": "relu", "residual": "add", "variant": "max-pool"},
+    )
+    with pytest.raises(UsageError, match="residual: expected none with a max-pool"):
+        FAMILIES["batch_norm_act"].build(both, "cpu", 1)
 
 
 def test_a_run_writes_results_without_paths(tmp_path, capsys):

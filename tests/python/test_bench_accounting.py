@@ -1,5 +1,6 @@
 """What the benchmark makes of times, where the times are known: floors, ceilings, buffers, sums."""
 
+import dataclasses
 import itertools
 import json
 import weakref
@@ -97,6 +98,24 @@ def test_floors_of_batch_norm(dtype, size, wide):
         assert family.traffic(case, BOTH) == expected
         assert family.operations(case, FORWARD) == 120 * operations[0]
         assert family.operations(case, BOTH) == 120 * operations[1]
+
+
+def test_floors_of_batch_norms_variants():
+    """x has 120 elements of 2 bytes, y after a max-pool 2 * 3 * 2 * 3."""
+    family, weights = FAMILIES["batch_norm_act"], 4 * 3 * 4
+    extra = {"activation": "relu", "residual": "none", "variant": "max-pool"}
+    pool = Case("batch_norm_act", "", (2, 3, 4, 5), "float16", extra=extra)
+    assert family.modes(pool) == (FORWARD, BOTH)
+    assert family.traffic(pool, FORWARD) == Traffic(2 * (120 + 36), weights)
+    expected = Traffic(2 * (120 + 36 + 36 + 120) + weights, weights, 2 * 120 + weights)
+    assert family.traffic(pool, BOTH) == expected  # x, y; dy, dx
+    assert family.operations(pool, FORWARD) == 120 * 6
+    assert family.operations(pool, BOTH) == 120 * 6 + 36 * 3 + 120 * 4
+    extra = {"activation": "relu", "residual": "add", "variant": "inference"}
+    inference = dataclasses.replace(pool, extra=extra)
+    assert family.modes(inference) == (FORWARD,)
+    assert family.traffic(inference, FORWARD) == Traffic(3 * 240, weights)  # x, residual, y
+    assert family.operations(inference, FORWARD) == 120 * 3
 
 
 @pytest.mark.parametrize(

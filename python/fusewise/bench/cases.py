@@ -128,7 +128,7 @@ def _case(path: Path, text: str, start: int, family: str, entry: dict) -> Case:
         if not fits(value):
             raise _wrong(path, text, start, field, f"expected {expected}, got {json.dumps(value)}")
     for field in ("name", "shape", "dtype", *extra):
-        if field not in entry:
+        if field not in entry and field not in FAMILIES[family].optional:
             raise _wrong(path, text, start, field, "missing")
     return Case(
         family=family,
@@ -138,7 +138,7 @@ def _case(path: Path, text: str, start: int, family: str, entry: dict) -> Case:
         layout=entry.get("layout", "contiguous"),
         group=entry.get("group"),
         count=entry.get("count", 1),
-        extra={name: entry[name] for name in extra},
+        extra={name: entry[name] for name in extra if name in entry},
     )
 
 

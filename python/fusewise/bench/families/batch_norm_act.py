@@ -1,5 +1,7 @@
-"""BatchNorm + activation (+ residual), training, in the benchmark: its baselines, its reference and
-its floor."""
+"""BatchNorm + activation (+ residual, or + max-pool) in the benchmark: its baselines, its reference
+and its floor."""
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -7,23 +9,31 @@ from torch import Tensor
 
 import fusewise
 
+from ..._usage import UsageError
 from ..accuracy import Expected, Results, accumulator, largest, scale
-from .family import BOTH, LAYOUTS, Case, Family, Traffic, Workload
+from .family import BOTH, FORWARD, LAYOUTS, MODES, Case, Family, Traffic, Workload
 
+INFERENCE = "inference"  # running statistics, no gradients
+MAX_POOL = "max-pool"  # a max-pool of 3x3 values with stride 2 and padding 1 follows
 _EPS = 1e-5
 _PIXELS = (0, 2, 3)
+# Where the slope jumps. On which side of 0 relu and relu6 were, their y shows.
+_KINKS = {"hardswish": (-3, 3), "relu6": (6,)}
 
 
 def build(case: Case, device: str, buffers: int) -> Workload:
     channels, activation = case.shape[1], case.extra["activation"]
-    adds = case.extra["residual"] == "add"
+    adds, variant = case.extra["residual"] == "add", case.extra.get("variant")
+    training, pools = variant != INFERENCE, variant == MAX_POOL
+    if pools and adds:
+        raise UsageError(f"{case.name}: residual: expected none with a max-pool, got add")
     generator = torch.Generator(device).manual_seed(0)
     parameters = {"dtype": accumulator(case.dtype), "device": device}
-    running = torch.zeros(channels, **parameters), torch.ones(channels, **parameters)
-    counter = torch.zeros((), dtype=torch.int64, device=device)
+    running = _running(case, device)
+    counter = torch.zeros((), dtype=torch.int64, device=device) if training else None
 
-    def image(learned=True):
-        value = torch.empty(case.shape, dtype=case.dtype, device=device)
+    def image(learned=True, shape=case.shape):
+        value = torch.empty(shape, dtype=case.dtype, device=device)
         value = value.to(memory_format=case.memory_format)
         return value.normal_(0, 1, generator=generator).requires_grad_(learned)
 
@@ -40,37 +50,107 @@ def build(case: Case, device: str, buffers: int) -> Workload:
             bias,
             *residual,
             activation=activation,
-            training=True,
+            training=training,
             num_batches_tracked=counter,
+            max_pool=pools,
         )
 
     def eager(x, *others):
         """As torchvision's models do it: the sum and the activation in place."""
         *residual, weight, bias = others
-        counter.add_(1)
-        v = F.batch_norm(x, *running, weight, bias, True)
+        if training:
+            counter.add_(1)
+        v = F.batch_norm(x, *running, weight, bias, training)
         for tensor in residual:
             v += tensor
-        return v if activation == "identity" else getattr(F, activation)(v, inplace=True)
+        y = v if activation == "identity" else getattr(F, activation)(v, inplace=True)
+        return F.max_pool2d(y, 3, 2, 1) if pools else y
 
-    return Workload(
-        inputs=[tuple(image() for _ in range(1 + adds)) for _ in range(buffers)],
-        gradients=[image(learned=False) for _ in range(buffers)],
-        weights=(vector(1.0), vector(0.0)),
-        functions={"fusewise": fused, "eager": eager},
-    )
+    inputs = [tuple(image() for _ in range(1 + adds)) for _ in range(buffers)]
+    gradients = [image(learned=False, shape=_output_shape(case)) for _ in range(buffers)]
+    weights = vector(1.0), vector(0.0)
+    for images, dy in zip(inputs, gradients, strict=True):
+        undecided = _undecided(case, images, weights)
+        if undecided is not None:
+            dy.masked_fill_(undecided, 0)
+    return Workload(inputs, gradients, weights, {"fusewise": fused, "eager": eager})
+
+
+def _running(case: Case, device: str) -> tuple[Tensor, Tensor]:
+    """The running mean and variance."""
+    kind = {"dtype": accumulator(case.dtype), "device": device}
+    channels = case.shape[1]
+    return torch.linspace(-1, 1, channels, **kind), torch.linspace(0.5, 2, channels, **kind)
+
+
+def _output_shape(case: Case) -> tuple[int, ...]:
+    if case.extra.get("variant") != MAX_POOL:
+        return case.shape
+    n, c, h, w = case.shape
+    return n, c, (h + 1) // 2, (w + 1) // 2
+
+
+def _undecided(case, images, weights) -> Tensor | None:
+    """The outputs whose gradient depends on rounding, apart from relu's at 0; None: there are none.
+    Their dy is 0."""
+    x, *residual = images
+    activation = case.extra["activation"]
+    at_kinks = kinks(x, *weights, activation, *residual)
+    if case.extra.get("variant") != MAX_POOL:
+        return at_kinks
+    _, v = _normalized(x, *weights)
+    u = _activate(v, activation)
+    windows = F.pad(u, (1, 1, 1, 1), value=-torch.inf).unfold(2, 3, 2).unfold(3, 3, 2)
+    first, second = windows.flatten(-2).topk(2).values.unbind(-1)
+    close = first - second <= 2 * torch.finfo(case.dtype).eps * (1 + 2 * first.abs())
+    if at_kinks is None:
+        return close
+    _, pixels = F.max_pool2d(u, 3, 2, 1, return_indices=True)
+    return close | at_kinks.flatten(-2).gather(-1, pixels.flatten(-2)).view(pixels.shape)
+
+
+def kinks(x, weight, bias, activation, residual=None, running=None) -> Tensor | None:
+    """Where the slope jumps within torch's rounding of v; None: the activation has no kinks. There
+    torch's gradient may be half of dy off, or all of it, and the rule would allow as much
+    everywhere. So dy must be 0 there."""
+    if activation not in _KINKS:
+        return None
+    norm, v = _normalized(x, weight, bias, residual, running)
+    room = 2 * torch.finfo(x.dtype).eps * (norm.abs() + v.abs())
+    distances = torch.stack([(v - kink).abs() for kink in _KINKS[activation]])
+    return distances.amin(0) <= room
+
+
+def _normalized(x, weight, bias, residual=None, running=None) -> tuple[Tensor, Tensor]:
+    """The norm and v, which also has the residual; in fp64."""
+    parameters = (*(running or (None, None)), weight, bias)
+    parameters = (t if t is None else t.detach().double() for t in parameters)
+    norm = F.batch_norm(x.detach().double(), *parameters, running is None)
+    return norm, norm if residual is None else norm + residual.detach()
 
 
 def reference(case: Case, workload: Workload) -> dict[str, Expected]:
     x, *residual = workload.inputs[0]
-    arguments = (x, *workload.weights, workload.gradients[0], case.extra["activation"])
-    return expected(*arguments, residual=residual[0] if residual else None)
+    dy, activation = workload.gradients[0], case.extra["activation"]
+    added = residual[0] if residual else None
+    if case.extra.get("variant") == INFERENCE:
+        running = _running(case, x.device)
+        return expected(x, *workload.weights, dy, activation, added, running=running)
+    if case.extra.get("variant") != MAX_POOL:
+        return expected(x, *workload.weights, dy, activation, added)
+    _, v = _normalized(x, *workload.weights)
+    u = _activate(v, activation).requires_grad_()
+    y = F.max_pool2d(u, 3, 2, 1)
+    (du,) = torch.autograd.grad(y, u, dy.double())
+    found = expected(x, *workload.weights, du, activation)
+    found["y"] = Expected(y.detach(), found["y"].scale)
+    return found
 
 
 def given(case, workload, results, saved) -> Results:
-    """The gradients for the decisions that relu and relu6 took, which y shows."""
+    """The gradients for the decisions that relu and relu6 took at 0, which y shows."""
     activation = case.extra["activation"]
-    if activation not in ("relu", "relu6"):
+    if activation not in ("relu", "relu6") or case.extra.get("variant") == MAX_POOL:
         return results
     y = results.outputs["y"]
     x, *residual = workload.inputs[0]
@@ -155,35 +235,40 @@ def _wide(channels: Tensor) -> Tensor:
     return channels[:, None, None]
 
 
-def _images(case: Case) -> tuple[int, int]:
-    """Bytes of an image tensor, and whether there is a residual."""
-    elements = 1
-    for size in case.shape:
-        elements *= size
-    return elements * case.dtype.itemsize, int(case.extra["residual"] == "add")
+def _sizes(case: Case) -> tuple[int, int, int]:
+    """Elements of x and of y, and whether there is a residual."""
+    adds = int(case.extra["residual"] == "add")
+    return math.prod(case.shape), math.prod(_output_shape(case)), adds
 
 
 def traffic(case: Case, mode: str) -> Traffic:
     """Forward reads x and the residual and writes y. Backward reads dy and x again and writes dx
     and, unless it is dy itself, dresidual. Each byte counts once."""
-    image, residual = _images(case)
+    elements, outputs, adds = _sizes(case)
+    x, y = elements * case.dtype.itemsize, outputs * case.dtype.itemsize
+    residual = adds * x
     weights = 4 * case.shape[1] * accumulator(case.dtype).itemsize
     if mode != BOTH:
-        return Traffic(data=(2 + residual) * image, weights=weights)
-    writes_residual = residual and case.extra["activation"] != "identity"
+        return Traffic(data=x + residual + y, weights=weights)
+    written = 0 if case.extra["activation"] == "identity" else residual
     return Traffic(
-        data=(4 + residual + writes_residual) * image + weights,
+        data=2 * (x + y) + residual + written + weights,
         weights=weights,
-        again=image + weights,
+        again=x + weights,
     )
 
 
 def operations(case: Case, mode: str) -> int:
-    """Forward: mean and variance, 4; scale and shift, 2. Backward: two sums, 3; dx, 4. The residual
-    adds one. Activations count nothing."""
-    image, residual = _images(case)
-    elements = image // case.dtype.itemsize
-    return elements * (6 + residual + (7 if mode == BOTH else 0))
+    """Forward: mean and variance, 4, unless they are given; scale and shift, 2. Backward: two sums
+    over what y's gradient reaches, 3; dx, 4. The residual adds one. Activations and comparisons
+    count nothing."""
+    x, y, residual = _sizes(case)
+    forward = x * (2 + residual + (0 if case.extra.get("variant") == INFERENCE else 4))
+    return forward + (3 * y + 4 * x if mode == BOTH else 0)
+
+
+def modes(case: Case) -> tuple[str, ...]:
+    return (FORWARD,) if case.extra.get("variant") == INFERENCE else MODES
 
 
 FAMILY = Family(
@@ -192,13 +277,16 @@ FAMILY = Family(
     extra={
         "activation": ("identity", "relu", "relu6", "silu", "hardswish"),
         "residual": ("none", "add"),
+        "variant": (INFERENCE, MAX_POOL),
     },
+    optional=("variant",),
     layouts=tuple(LAYOUTS),
     build=build,
     reference=reference,
     traffic=traffic,
     operations=operations,
     given=given,
+    modes=modes,
     eager_rounds_between=True,  # the norm, before it adds the residual
     tiny=Case(
         "batch_norm_act",

@@ -121,6 +121,8 @@ class Family:
     """The cases of `fusewise check`, run in every dtype and layout: small, with some odd sizes."""
     tiny: Case
     """The case of `fusewise bench overhead`: so small that only host time matters."""
+    optional: tuple[str, ...] = ()
+    """The fields of `extra` that a case may leave out."""
     layouts: tuple[str, ...] = ("contiguous",)
     baselines: tuple[str, ...] = ()
     """Its own baselines, in addition to those of all families."""
