@@ -27,7 +27,7 @@ constexpr int kInFlight = 4;
 constexpr Index kMostOwnParts = 4608;
 constexpr int kMostLanes = 64;
 /// Vectors that a thread adds in float32. Longer sums would lose digits.
-constexpr std::int64_t kMostSteps = 64;
+constexpr std::int64_t kMostSteps = 128;
 
 // ---- Forward.
 
