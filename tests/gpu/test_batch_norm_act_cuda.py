@@ -353,6 +353,19 @@ def test_cuda_graph_of_the_function(case):
     check_graph(step, (x, residual, weight, bias, dy))
 
 
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_cumulative_average_where_blocks_do_not_meet(layout):
+    """The first of many blocks counts the call; all of them need the count."""
+    x = torch.randn(8, 2048, 7, 7, device="cuda", dtype=torch.float16).to(memory_format=layout)
+    for _ in range(10):
+        ours = BatchNormAct2d(2048, momentum=None, device="cuda")
+        theirs = nn.BatchNorm2d(2048, momentum=None, device="cuda")
+        for _ in range(3):
+            ours(x), theirs(x.float())
+        torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+        torch.testing.assert_close(ours.running_var, theirs.running_var)
+
+
 @pytest.mark.parametrize("max_pool", [False, True])
 def test_nothing_waits_for_the_gpu(case, max_pool):
     norm = BatchNormAct2d(64, momentum=None, max_pool=max_pool, device="cuda")

@@ -90,7 +90,20 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
 }
 
+__global__ void count_kernel(const Counter counter, const bool* blanked, long long samples,
+                             long long pixels) {
+  count_call(counter, blockIdx.x, blanked, samples, pixels);
+}
+
 }  // namespace
+
+void count_calls(const Context& context, const Counter& counter, const TensorView& x,
+                 const TensorView& blanked) {
+  if (counter.calls == nullptr) return;
+  launch_kernel({context, streams_of(x), 32}, "counting calls", count_kernel, counter,
+                static_cast<const bool*>(blanked.data), dimension(x, 4),
+                dimension(x, 2) * dimension(x, 1));
+}
 
 template <typename T>
 void launch_finish(const Context& context, const ForwardChannels& f,

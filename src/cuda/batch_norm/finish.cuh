@@ -20,6 +20,11 @@ void launch_finish(const Context& context, const BackwardChannels& b,
                    const GradientParts<Accumulator<T>>& parts, Coefficients<Accumulator<T>>* out,
                    Corrections<Accumulator<T>>* out_corrections);
 
+/// Advances the counters of all streams before a kernel whose blocks all need the number of calls
+/// with this one, for the cumulative average, and do not wait for each other.
+void count_calls(const Context& context, const Counter& counter, const TensorView& x,
+                 const TensorView& blanked);
+
 /// Scratch memory for the parts of the first pass, as one allocation.
 template <typename A>
 class PartMemory {

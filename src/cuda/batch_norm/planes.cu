@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "cuda/batch_norm/finish.cuh"
 #include "cuda/batch_norm/units.cuh"
 #include "cuda/cluster.cuh"
 #include "cuda/device.h"
@@ -492,7 +493,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   // Last, because nobody waits for it.
   if (part.rank > 0) return;
   const ForwardChannels& f = a.channels;
-  const bool cumulative = f.momentum < 0;  // count_kernel has counted
+  const bool cumulative = f.momentum < 0;  // count_calls has counted
   if (part.channel == 0 && threadIdx.x < 32 && !cumulative) {
     count_call(f.advanced(), part.stream, cut.blanked, cut.samples, cut.pixels);
   }
@@ -505,11 +506,6 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     save_channel<T>(f, part.at(), count, mean, variance, inverse, calls, running);
   }
 #endif
-}
-
-/// The cumulative average needs the number of calls with this one, in all channels.
-__global__ void count_kernel(const Counter counter, const bool* blanked, int samples, int pixels) {
-  count_call(counter, blockIdx.x, blanked, samples, pixels);
 }
 
 template <typename T, Kinds kKinds, bool kResidual>
@@ -690,6 +686,7 @@ std::optional<Plan> plan(const Context& context, const Call& call) {
     const std::int64_t each = divide_up(units, 32 * blocks) * 32;
     const std::int64_t bytes = each * needs.unit + size * needs.thread;
     if (in_sm(bytes) - 1024 > limits.block_shared_memory || each >= 32 * size) return;
+    if (size > 64 && size / 2 >= each) return;  // half of the threads would have no unit
     const std::int64_t fit = std::min(limits.shared_memory / in_sm(bytes), kThreadsOfSm / size);
     // Clusters of more than 8 need enough SMs side by side, and not all GPUs have them.
     if (blocks > 8 && (fit < 2 || limits.gpu_capability >= 120)) return;
@@ -811,10 +808,7 @@ void planes_run(const Context& context, const BatchNormActForward& call) {
       std::initializer_list<const void*>{a.channels.weight, a.channels.bias,
                                          a.channels.running_mean, a.channels.running_var},
       p.cut.parameters);
-  if (a.channels.momentum < 0 && a.channels.advanced().calls != nullptr) {
-    launch_kernel({context, streams_of(call.x), 32}, "counting calls", count_kernel,
-                  a.channels.advanced(), p.cut.blanked, p.cut.samples, p.cut.pixels);
-  }
+  if (a.channels.momentum < 0) count_calls(context, a.channels.advanced(), call.x, call.blanked);
   dispatch(call, call.residual.defined(), [&]<typename T>(T, auto kinds, auto residual) {
     launch_kernel(launch_of(context, call.x, p), "normalizing",
                   forward_kernel<T, kinds(), residual()>, p.cut, a);

@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "common/scratch.h"
+#include "cuda/batch_norm/finish.cuh"
 #include "cuda/batch_norm/units.cuh"
 #include "cuda/copy_async.cuh"
 #include "cuda/device.h"
@@ -213,6 +214,11 @@ __device__ __forceinline__ void sum_over_grid(const Tile<T, false>& tile,
   }
 }
 
+/// Whether count_calls advances the counters. Blocks that meet at the barrier do it themselves.
+__host__ __device__ inline bool counts_before(const Cut& cut, const ForwardChannels& channels) {
+  return channels.momentum < 0 && cut.slabs.value() == 1;
+}
+
 /// Bytes of shared memory before the slots: the table, and the sums over the block, where later the
 /// slabs are combined.
 __host__ __device__ constexpr int head_bytes(int rows, int width, int vector) {
@@ -253,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     next += stride;
   };
   copy_ahead(tile.steps, slots, copy);
-  tile.count_call(a.channels.advanced());
+  if (!counts_before(cut, a.channels)) tile.count_call(a.channels.advanced());
   const double count = tile.count(0, cut.units);
   shifts.store(tile, table, work);  // where the means will be
   float shift[kVector];
@@ -555,6 +561,9 @@ void resident_run(const Context& context, const BatchNormActForward& call) {
                              .coefficients = nullptr,
                              .activation = call.activation,
                              .streaming = false};
+  if (counts_before(p.cut, a.channels)) {
+    count_calls(context, a.channels.advanced(), call.x, call.blanked);
+  }
   dispatch(call, [&]<typename T>(T, auto kinds) {
     auto* kernel = call.residual.defined() ? forward_kernel<T, kinds(), true>
                                            : forward_kernel<T, kinds(), false>;
