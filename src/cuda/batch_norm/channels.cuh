@@ -63,6 +63,9 @@ struct GradientParts {
   int slabs;
 };
 
+/// NaN stays NaN.
+__device__ __forceinline__ double above_0(double value) { return value < 0 ? 0.0 : value; }
+
 /// Moments about `reference`, which is near the mean. They add without cancelling.
 struct Moments {
   double count = 0, sum = 0, squares = 0;
@@ -81,10 +84,9 @@ struct Moments {
   __device__ double mean(double reference) const {
     return count > 0 ? reference + sum / count : 0.0;
   }
-  /// The sum of squared differences from the mean. NaN stays NaN.
+  /// The sum of squared differences from the mean.
   __device__ double central() const {
-    const double result = count > 0 ? squares - sum * (sum / count) : 0.0;
-    return result < 0 ? 0.0 : result;
+    return count > 0 ? above_0(squares - sum * (sum / count)) : 0.0;
   }
 };
 

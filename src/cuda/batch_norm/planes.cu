@@ -273,7 +273,7 @@ __device__ __forceinline__ void enter_cluster(int cluster, Exchange& exchange) {
 }
 
 /// Adds the values of all threads of the cluster in a fixed order. The first thread of each block
-/// gets the sums. Those of a thread are of less than 32 vectors, so float32 keeps their digits.
+/// gets the sums. Those of a thread are of at most 32 vectors, so float32 keeps their digits.
 template <int kVector>
 __device__ double2 sum_over_cluster(int cluster, int rank, float (&first)[kVector],
                                     float (&second)[kVector], Exchange& exchange) {
@@ -453,8 +453,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   if (threadIdx.x == 0) {
     const double share = part.share(count);
     mean = count > 0 ? shift + sums.x * share : 0.0;
-    const double central = sums.y - sums.x * (sums.x * share);
-    variance = central < 0 ? 0.0 : central * share;  // NaN stays NaN
+    variance = above_0(sums.y - sums.x * (sums.x * share)) * share;
     const float eps = static_cast<float>(a.channels.eps);
     exchange.rows[kMean] = static_cast<float>(mean);
     exchange.rows[kScale] = inverse_deviation(static_cast<float>(variance), eps) * weight;
@@ -795,15 +794,7 @@ std::string planes_declines(const Context& context, const BatchNormActBackward& 
 
 void planes_run(const Context& context, const BatchNormActForward& call) {
   Plan p = *plan(context, call);
-  const NormalizeArguments a{.x = call.x.data,
-                             .residual = call.residual.data,
-                             .y = call.y.data,
-                             .passes = static_cast<unsigned char*>(call.passes.data),
-                             .channels = channels_of(call),
-                             .parts = {},
-                             .coefficients = nullptr,
-                             .activation = call.activation,
-                             .streaming = false};
+  const NormalizeArguments a = arguments_of(call);
   std::ranges::copy(
       std::initializer_list<const void*>{a.channels.weight, a.channels.bias,
                                          a.channels.running_mean, a.channels.running_var},
@@ -817,17 +808,7 @@ void planes_run(const Context& context, const BatchNormActForward& call) {
 
 void planes_run(const Context& context, const BatchNormActBackward& call) {
   Plan p = *plan(context, call);
-  const GradientArguments a{.dy = call.dy.data,
-                            .x = call.x.data,
-                            .residual = call.residual.data,
-                            .passes = static_cast<const unsigned char*>(call.passes.data),
-                            .dx = call.dx.data,
-                            .dresidual = call.dresidual.data,
-                            .channels = channels_of(call),
-                            .parts = {},
-                            .corrections = nullptr,
-                            .activation = call.activation,
-                            .streaming = false};
+  const GradientArguments a = arguments_of(call);
   std::ranges::copy(std::initializer_list<const void*>{a.channels.weight, a.channels.bias,
                                                        a.channels.mean, a.channels.inverse},
                     p.cut.parameters);

@@ -137,9 +137,6 @@ struct LongSums {
   }
 };
 
-/// NaN stays NaN.
-__device__ __forceinline__ double above_0(double value) { return value < 0 ? 0.0 : value; }
-
 /// The sums of all slabs, [S, slabs, 2, C].
 __device__ __forceinline__ float* sums_of(float* sums, const Cut& cut, int stream, int slab) {
   return sums + (static_cast<Index>(stream) * cut.slabs.value() + slab) * 2 * cut.channels;
@@ -552,15 +549,7 @@ std::string resident_declines(const Context& context, const BatchNormActBackward
 void resident_run(const Context& context, const BatchNormActForward& call) {
   const Plan p = *plan(context, call.x, call.blanked, forward_needs(call.residual.defined()));
   const Scratch<float> sums = sums_memory(context, call.x, p.cut);
-  const NormalizeArguments a{.x = call.x.data,
-                             .residual = call.residual.data,
-                             .y = call.y.data,
-                             .passes = static_cast<unsigned char*>(call.passes.data),
-                             .channels = channels_of(call),
-                             .parts = {},
-                             .coefficients = nullptr,
-                             .activation = call.activation,
-                             .streaming = false};
+  const NormalizeArguments a = arguments_of(call);
   if (counts_before(p.cut, a.channels)) {
     count_calls(context, a.channels.advanced(), call.x, call.blanked);
   }
@@ -575,17 +564,7 @@ void resident_run(const Context& context, const BatchNormActForward& call) {
 void resident_run(const Context& context, const BatchNormActBackward& call) {
   const Plan p = *plan(context, call.x, call.blanked, backward_needs(call.passes.defined()));
   const Scratch<float> sums = sums_memory(context, call.x, p.cut);
-  const GradientArguments a{.dy = call.dy.data,
-                            .x = call.x.data,
-                            .residual = nullptr,
-                            .passes = static_cast<const unsigned char*>(call.passes.data),
-                            .dx = call.dx.data,
-                            .dresidual = call.dresidual.data,
-                            .channels = channels_of(call),
-                            .parts = {},
-                            .corrections = nullptr,
-                            .activation = call.activation,
-                            .streaming = false};
+  const GradientArguments a = arguments_of(call);
   dispatch(call, [&]<typename T>(T, auto kinds) {
     launch_kernel(launch_of(context, call.x, p), "computing gradients", backward_kernel<T, kinds()>,
                   p.cut, a, sums.data(), p.slots);

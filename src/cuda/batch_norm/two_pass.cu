@@ -277,7 +277,7 @@ static_assert(choose_slabs(144, 264, 100) == 7);  // 1008 of 1056 places in four
 
 Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanked) {
   const int vector = static_cast<int>(16 / size_of(x.dtype));
-  const std::int64_t streams = x.rank == 5 ? x.sizes[0] : 1, samples = dimension(x, 4);
+  const std::int64_t streams = streams_of(x), samples = dimension(x, 4);
   const std::int64_t channels = dimension(x, 3), pixels = dimension(x, 2) * dimension(x, 1);
   const bool channels_last = has_adjacent_channels(x);
   const int vectors = static_cast<int>(channels / vector);
@@ -303,7 +303,7 @@ struct Passes {
   Passes(const Context& context, const TensorView& x, const TensorView& blanked)
       : context(context),
         cut(cut_of(context, x, blanked)),
-        streams(x.rank == 5 ? x.sizes[0] : 1),
+        streams(streams_of(x)),
         vector(static_cast<int>(16 / size_of(x.dtype))),
         channels_last(has_adjacent_channels(x)),
         streaming(2 * x.numel() * size_of(x.dtype) > limits_of(context.device).l2_cache) {
@@ -380,15 +380,10 @@ void two_pass_run(const Context& context, const BatchNormActForward& call) {
   const bool own = f.own(), between = f.group != nullptr || (own && !p.combines());
   const PartMemory<float> memory(context, f.streams, own ? p.cut.slabs.value() : 0, f.channels);
   const Scratch<Coefficients<float>> coefficients(context, between ? f.streams * f.channels : 0);
-  NormalizeArguments a{.x = call.x.data,
-                       .residual = call.residual.data,
-                       .y = call.y.data,
-                       .passes = static_cast<unsigned char*>(call.passes.data),
-                       .channels = f,
-                       .parts = memory.moments(),
-                       .coefficients = coefficients.data(),
-                       .activation = call.activation,
-                       .streaming = p.streaming};
+  NormalizeArguments a = arguments_of(call);
+  a.parts = memory.moments();
+  a.coefficients = coefficients.data();
+  a.streaming = p.streaming;
   dispatch(call.x, call.residual.defined(), [&]<typename T>(T, auto planar, auto residual) {
     if (own) {
       launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
@@ -413,17 +408,10 @@ void two_pass_run(const Context& context, const BatchNormActBackward& call) {
                                  b.channels);
   const Scratch<Coefficients<float>> coefficients(context, all);
   const Scratch<Corrections<float>> corrections(context, all);
-  GradientArguments a{.dy = call.dy.data,
-                      .x = call.x.data,
-                      .residual = call.residual.data,
-                      .passes = static_cast<const unsigned char*>(call.passes.data),
-                      .dx = call.dx.data,
-                      .dresidual = call.dresidual.data,
-                      .channels = b,
-                      .parts = memory.gradients(),
-                      .corrections = corrections.data(),
-                      .activation = call.activation,
-                      .streaming = p.streaming};
+  GradientArguments a = arguments_of(call);
+  a.parts = memory.gradients();
+  a.corrections = corrections.data();
+  a.streaming = p.streaming;
   dispatch(call.x, reads_residual(call), [&]<typename T>(T, auto planar, auto residual) {
     if (needs.sums) {
       launch_kernel(p.first(3), "summing gradients", gradient_sums_kernel<T, planar(), residual()>,

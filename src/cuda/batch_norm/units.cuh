@@ -94,6 +94,18 @@ struct NormalizeArguments {
   Activation activation;
   bool streaming;  // y does not stay in L2
 };
+/// Of a call, without a first pass.
+inline NormalizeArguments arguments_of(const BatchNormActForward& call) {
+  return {.x = call.x.data,
+          .residual = call.residual.data,
+          .y = call.y.data,
+          .passes = static_cast<unsigned char*>(call.passes.data),
+          .channels = channels_of(call),
+          .parts = {},
+          .coefficients = nullptr,
+          .activation = call.activation,
+          .streaming = false};
+}
 
 /// v of a vector. `table`: a Table or Held.
 template <bool kResidual, typename T, int kVector, typename Values>
@@ -154,6 +166,19 @@ struct GradientArguments {
   Activation activation;
   bool streaming;
 };
+inline GradientArguments arguments_of(const BatchNormActBackward& call) {
+  return {.dy = call.dy.data,
+          .x = call.x.data,
+          .residual = call.residual.data,
+          .passes = static_cast<const unsigned char*>(call.passes.data),
+          .dx = call.dx.data,
+          .dresidual = call.dresidual.data,
+          .channels = channels_of(call),
+          .parts = {},
+          .corrections = nullptr,
+          .activation = call.activation,
+          .streaming = false};
+}
 
 /// The vectors of a unit that dv depends on.
 template <typename T, bool kResidual, Kinds kKinds = Kinds::all>
