@@ -25,7 +25,7 @@ namespace {
 constexpr Device kGpu{DeviceType::cuda, 0};
 constexpr std::size_t kRoom = std::size_t{4} << 30;  // for each operand
 constexpr int kOperands = 4;
-constexpr const char* kEntries[] = {"resident", "planes", "two_pass", "general", ""};
+constexpr const char* kEntries[] = {"columns", "resident", "planes", "two_pass", "general", ""};
 
 struct Layer {
   std::int64_t n, c, side;

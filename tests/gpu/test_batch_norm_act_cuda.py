@@ -89,10 +89,34 @@ def test_planes_that_are_not_a_multiple_of_16_bytes(size, dtypes, activation):
     assert {"planes", "general"} <= case.check_every_implementation()
 
 
-@pytest.mark.parametrize("name", ["resident", "planes", "two_pass", "general"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16-fp32"])
+def test_channels_that_do_not_fill_16_bytes(dtypes, activation):
+    for shape in ((32, 36, 28, 28), (8, 65, 33, 31), (16, 3, 32, 32), (8, 2001, 4, 4)):
+        case = make_case(
+            shape, "cuda", DTYPES[dtypes], "channels_last", activation=activation, residual=False
+        )
+        assert {"resident", "general"} <= case.check_every_implementation()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtypes", ["fp32", "fp16", "bf16-fp32"])
+def test_small_images_with_any_number_of_channels(dtypes, activation):
+    for shape in ((1, 512, 7, 7), (2, 65, 9, 8), (7, 3, 11, 13)):
+        case = make_case(
+            shape, "cuda", DTYPES[dtypes], "channels_last", activation=activation, residual=False
+        )
+        assert {"columns", "general"} <= case.check_every_implementation()
+
+
+NAMES = ["columns", "resident", "planes", "two_pass", "general"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_forced_implementation_is_the_one_that_runs(name):
     layout = "nchw" if name == "planes" else "channels_last"
-    case = make_case((16, 64, 14, 14), "cuda", DTYPES["fp16"], layout)
+    shape = (2, 64, 7, 7) if name == "columns" else (16, 64, 14, 14)
+    case = make_case(shape, "cuda", DTYPES["fp16"], layout)
     with fusewise.implementation(batch_norm_act=name, batch_norm_act_backward=name):
         x = case.x.detach().requires_grad_()
         records = fusewise.explain(
@@ -103,6 +127,7 @@ def test_a_forced_implementation_is_the_one_that_runs(name):
             case.results()
     kernels = {event.key for event in profile.key_averages()}
     expected = {
+        "columns": ("forward_kernel", "backward_kernel"),
         "resident": ("forward_kernel", "backward_kernel"),
         "planes": ("forward_kernel", "backward_kernel"),
         "two_pass": ("gradient_sums_kernel", "normalize_kernel"),
@@ -112,12 +137,13 @@ def test_a_forced_implementation_is_the_one_that_runs(name):
         assert any(kernel in key for key in kernels), f"{kernel} did not run: {kernels}"
 
 
-@pytest.mark.parametrize("name", ["resident", "planes", "two_pass", "general"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_implementation_counts_the_updates_of_each_stream(name):
-    x = torch.randn(3, 40, 4, 4, 16, device="cuda").movedim(-1, 2)
+    channels = 15 if name == "columns" else 16
+    x = torch.randn(3, 40, 4, 4, channels, device="cuda").movedim(-1, 2)
     if name == "planes":
         x = x.contiguous()
-    mean, var = torch.zeros(3, 16, device="cuda"), torch.ones(3, 16, device="cuda")
+    mean, var = (torch.full((3, channels), value, device="cuda") for value in (0.0, 1.0))
     counters = torch.tensor([5, 6, 7], device="cuda")
     blanked = torch.zeros(3, 40, dtype=torch.bool, device="cuda")
     blanked[0, :39] = True

@@ -1,5 +1,7 @@
 #include "cuda/batch_norm/arguments.h"
 
+#include <numeric>
+
 namespace fusewise::cuda {
 namespace {
 
@@ -116,6 +118,25 @@ std::string dense_decline(std::initializer_list<const TensorView*> images, bool 
                          : "the pixels of a channel are not a multiple of 16 bytes";
   }
   if (with_bits && inner % 8 != 0) return "the bits of relu do not fill bytes";
+  return {};
+}
+
+std::int64_t folded_pixels(const TensorView& x, const TensorView& blanked, bool with_bits) {
+  const std::int64_t row = with_bits || size_of(x.dtype) == 2 ? 8 : 4;  // values
+  const std::int64_t folded = row / std::gcd(row, dimension(x, 3));
+  const std::int64_t pixels = dimension(x, 2) * dimension(x, 1);
+  return (blanked.defined() ? pixels : dimension(x, 4) * pixels) % folded == 0 ? folded : 0;
+}
+
+std::string folded_decline(std::initializer_list<const TensorView*> images,
+                           const TensorView& blanked, bool with_bits) {
+  const TensorView& x = **images.begin();
+  if (!has_adjacent_channels(x)) return dense_decline(images, with_bits);
+  std::string reason = image_decline(images);
+  if (!reason.empty()) return reason;
+  if (folded_pixels(x, blanked, with_bits) == 0) {
+    return "the channels of neighbouring pixels do not fill 16 bytes";
+  }
   return {};
 }
 

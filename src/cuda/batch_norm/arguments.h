@@ -72,5 +72,11 @@ std::string image_decline(std::initializer_list<const TensorView*> images);
 /// The same for kernels in which each vector of 16 bytes has values of one channel, or of one
 /// pixel.
 std::string dense_decline(std::initializer_list<const TensorView*> images, bool with_bits);
+/// The same for kernels that take the channels of `folded_pixels` neighbouring pixels as one row.
+std::string folded_decline(std::initializer_list<const TensorView*> images,
+                           const TensorView& blanked, bool with_bits);
+/// The fewest neighbouring pixels of channels-last images whose channels fill vectors of 16 bytes,
+/// and bytes of bits. 0 if a stream, or a sample where some are blanked, has no multiple of them.
+std::int64_t folded_pixels(const TensorView& x, const TensorView& blanked, bool with_bits);
 
 }  // namespace fusewise::cuda

@@ -1,6 +1,7 @@
 // The CUDA implementations of BatchNorm + activation, fastest first.
 
 #include "common/operators.h"
+#include "cuda/batch_norm/columns.cuh"
 #include "cuda/batch_norm/general.cuh"
 #include "cuda/batch_norm/planes.cuh"
 #include "cuda/batch_norm/pool.cuh"
@@ -12,6 +13,7 @@ namespace {
 
 template <typename Call>
 constexpr Implementation<Call> kList[] = {
+    {"columns", columns_declines, columns_run},
     {"resident", resident_declines, resident_run},
     {"planes", planes_declines, planes_run},
     {"two_pass", two_pass_declines, two_pass_run},

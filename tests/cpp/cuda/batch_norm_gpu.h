@@ -16,7 +16,7 @@ namespace fusewise::testing {
 class CudaBatchNorm : public NeedsGpu {};
 
 inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-inline constexpr const char* kEntries[] = {"resident", "planes", "two_pass", "general"};
+inline constexpr const char* kEntries[] = {"columns", "resident", "planes", "two_pass", "general"};
 
 struct Case {
   Index s = 0, n = 2, c = 16, h = 5, w = 8;  // s = 0: no dimension for streams

@@ -33,14 +33,20 @@ TEST_F(CudaBatchNorm, ShortResident) {
   struct Sizes {
     Index s, n, c, h, w;
   };
-  // One block and several, slabs of different sizes, few and many vectors per thread.
+  // One block and several, slabs of different sizes, few and many vectors per thread; channels that
+  // only fill vectors together with those of neighbouring pixels.
   for (const Sizes& z : {Sizes{0, 2, 8, 3, 3},
                          {0, 3, 64, 9, 7},
                          {0, 2, 24, 40, 41},
                          {2, 5, 48, 11, 13},
                          {0, 4, 512, 7, 7},
                          {0, 16, 16, 14, 14},
-                         {3, 2, 1024, 6, 6}}) {
+                         {3, 2, 1024, 6, 6},
+                         {0, 4, 36, 6, 6},
+                         {2, 7, 65, 4, 4},
+                         {0, 8, 3, 15, 17},
+                         {0, 16, 100, 13, 14},
+                         {0, 8, 1001, 3, 3}}) {
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       for (const bool residual : {false, true}) {
         const std::set<std::string> ran = expect_case({.s = z.s,
@@ -89,6 +95,37 @@ TEST_F(CudaBatchNorm, ShortPlanes) {
           EXPECT_TRUE(ran.contains("forward planes"));
           EXPECT_TRUE(ran.contains("backward planes"));
         }
+      }
+    }
+  }
+}
+
+TEST_F(CudaBatchNorm, ShortColumns) {
+  struct Sizes {
+    Index s, n, c, h, w;
+    Activation activation;
+  };
+  // Any number of channels; few and many values per thread; a last block with idle lanes.
+  for (const Sizes& z : {Sizes{0, 1, 2048, 7, 7, Activation::relu},
+                         {0, 3, 65, 17, 13, Activation::hardswish},
+                         {0, 2, 3, 1, 1, Activation::silu},
+                         {2, 5, 40, 4, 3, Activation::relu6},
+                         {3, 4, 13, 6, 5, Activation::silu},
+                         {0, 4, 24, 8, 8, Activation::relu},
+                         {0, 2, 1001, 5, 1, Activation::identity}}) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      for (const bool residual : {false, true}) {
+        const std::set<std::string> ran = expect_case({.s = z.s,
+                                                       .n = z.n,
+                                                       .c = z.c,
+                                                       .h = z.h,
+                                                       .w = z.w,
+                                                       .data = dtype,
+                                                       .activation = z.activation,
+                                                       .residual = residual,
+                                                       .blanked = z.s > 0});
+        EXPECT_TRUE(ran.contains("forward columns"));
+        EXPECT_TRUE(ran.contains("backward columns"));
       }
     }
   }
