@@ -1,4 +1,5 @@
-// BatchNorm, residual and activation in one kernel, for channels-last images of any size. Its
+// BatchNorm, residual and activation in one kernel, for channels-last images of any size. Where the
+// channels of a pixel do not fill vectors of 16 bytes, those of several pixels together do. Its
 // blocks are all resident at once: they sum, meet at a barrier of the whole grid, and then
 // normalise in reverse order. What they read first is still in their shared memory, what they read
 // last in L2. Memory: forward reads x twice (once what fits on the chip), the residual once,
@@ -142,6 +143,47 @@ __device__ __forceinline__ float* sums_of(float* sums, const Cut& cut, int strea
   return sums + (static_cast<Index>(stream) * cut.slabs.value() + slab) * 2 * cut.channels;
 }
 
+/// Whether the blocks of a stream need each other's sums.
+__host__ __device__ inline bool blocks_meet(const Cut& cut) {
+  return cut.slabs.value() > 1 || cut.folded > 1;
+}
+
+/// combine_slabs where pixels are folded: a channel's sums are those of all its copies, which are
+/// in other tiles.
+template <typename T, typename Finish>
+__device__ void combine_folded(const Tile<T, false>& tile, float* sums, double* shared,
+                               Finish finish) {
+  const Cut& cut = tile.cut;
+  const int channels = cut.image_channels.value(), distinct = min(tile.width, channels);
+  const int columns = 2 * distinct, parts = cut.slabs.value() * cut.folded;
+  const int rows = max(1, min(parts, kThreads / columns));
+  const float* const all = sums_of(sums, cut, tile.stream, 0);
+  for (int t = threadIdx.x; t < rows * columns; t += kThreads) {
+    const int row = t / columns, column = t - row * columns;
+    const int second = column >= distinct ? 1 : 0;
+    const int k = tile.image_channel(column - second * distinct);
+    double total = 0;
+#pragma unroll 8
+    for (int part = row; part < parts; part += rows) {
+      const int slab = part / cut.folded, copy = part - slab * cut.folded;
+      total += __ldcg(all + (static_cast<Index>(slab) * 2 + second) * cut.channels +
+                      copy * channels + k);
+    }
+    shared[t] = total;
+  }
+  __syncthreads();
+  for (int k = threadIdx.x; k < tile.width; k += kThreads) {
+    const int column = k % distinct;
+    double first = 0, second = 0;
+    for (int row = 0; row < rows; ++row) {
+      first += shared[row * columns + column];
+      second += shared[row * columns + distinct + column];
+    }
+    finish(k, first, second);
+  }
+  __syncthreads();
+}
+
 /// Adds the sums of all slabs in float64 and in a fixed order, and calls finish(k, first, second)
 /// for k < width, in thread k. `shared`: combine_doubles. Ends with a barrier.
 template <typename T, typename Finish>
@@ -191,7 +233,7 @@ __device__ __forceinline__ void sum_over_grid(const Tile<T, false>& tile,
                                               const Table<T, false>& table, int row,
                                               LongSums<Vector<T>::kSize>& own, float* sums,
                                               float* work, Meanwhile meanwhile, Finish finish) {
-  const bool alone = tile.cut.slabs.value() == 1;
+  const bool alone = !blocks_meet(tile.cut);
   float* const to = sums_of(sums, tile.cut, tile.stream, tile.slab) + tile.first;
   sum_over_block(tile, own.first_total, own.second_total, work, [&](int k, double sum) {
     const int second = k >= tile.width ? 1 : 0;
@@ -207,13 +249,17 @@ __device__ __forceinline__ void sum_over_grid(const Tile<T, false>& tile,
     __syncthreads();
   } else {
     cooperative_groups::this_grid().sync();
-    combine_slabs(tile, sums, reinterpret_cast<double*>(work), finish);
+    if (tile.cut.folded > 1) {
+      combine_folded(tile, sums, reinterpret_cast<double*>(work), finish);
+    } else {
+      combine_slabs(tile, sums, reinterpret_cast<double*>(work), finish);
+    }
   }
 }
 
 /// Whether count_calls advances the counters. Blocks that meet at the barrier do it themselves.
 __host__ __device__ inline bool counts_before(const Cut& cut, const ForwardChannels& channels) {
-  return channels.momentum < 0 && cut.slabs.value() == 1;
+  return channels.momentum < 0 && !blocks_meet(cut);
 }
 
 /// Bytes of shared memory before the slots: the table, and the sums over the block, where later the
@@ -320,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         });
   });
   // Last, because nobody waits for it. A tile has no more channels than a block has threads.
-  if (tile.slab == 0 && static_cast<int>(threadIdx.x) < tile.width) {
+  if (static_cast<int>(threadIdx.x) < tile.width && tile.writes(threadIdx.x)) {
     finish_channel<T>(a.channels, tile.channel(threadIdx.x), count, mean, variance,
                       calls_of(a.channels.counter, tile.stream), true);
   }
@@ -397,7 +443,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const float inverse = of_channel.inverse;
         const GradientSums<float> all{count, static_cast<float>(dv), static_cast<float>(dvx)};
         Corrections<float> value =
-            finish_gradient<T>(a.channels, channel, all, inverse, tile.slab == 0);
+            finish_gradient<T>(a.channels, channel, all, inverse, tile.writes(k));
         if (a.channels.group != nullptr) value = group_corrections<T>(a.channels, channel, inverse);
         table.at(kOffset, k) = value.offset;
         table.at(kSlope, k) = value.slope;
@@ -434,12 +480,17 @@ struct Needs {
   int step_bytes;  // of a thread
   int ahead;
   int others;  // more bytes of a thread
+  bool bits;   // reads or writes the bits of relu
 };
-constexpr Needs forward_needs(bool residual) {
-  return residual ? Needs{3, 16, kAheadResidual, kAheadResidual * 16}
-                  : Needs{3, 16, kAheadForward, 0};
+Needs shared_needs_of(const BatchNormActForward& call) {
+  const bool bits = call.passes.defined();
+  return call.residual.defined() ? Needs{3, 16, kAheadResidual, kAheadResidual * 16, bits}
+                                 : Needs{3, 16, kAheadForward, 0, bits};
 }
-constexpr Needs backward_needs(bool bits) { return {5, bits ? 36 : 32, kAheadBackward, 0}; }
+Needs shared_needs_of(const BatchNormActBackward& call) {
+  const bool bits = call.passes.defined();
+  return {5, bits ? 36 : 32, kAheadBackward, 0, bits};
+}
 
 /// The cut that is expected to be fastest. Its cost is in steps of a thread: those of the widest
 /// slab, more if blocks read short pieces of a pixel, and the time to meet and to combine the
@@ -448,8 +499,9 @@ std::optional<Plan> plan(const Context& context, const TensorView& x, const Tens
                          const Needs& needs) {
   const DeviceLimits& limits = limits_of(context.device);
   const int vector = static_cast<int>(16 / size_of(x.dtype));
-  const std::int64_t vectors = dimension(x, 3) / vector;
-  const std::int64_t units = dimension(x, 4) * dimension(x, 2) * dimension(x, 1);
+  const std::int64_t folded = folded_pixels(x, blanked, needs.bits);
+  const std::int64_t vectors = dimension(x, 3) * folded / vector;
+  const std::int64_t units = dimension(x, 4) * dimension(x, 2) * dimension(x, 1) / folded;
   std::int64_t best_lanes = 0, best_slabs = 0;
   double least = 0;
   const auto consider = [&](std::int64_t lanes, std::int64_t slabs) {
@@ -471,14 +523,15 @@ std::optional<Plan> plan(const Context& context, const TensorView& x, const Tens
     least = cost;
   };
   const auto consider_all = [&](std::int64_t lanes) {
-    consider(lanes, 1);
+    if (folded == 1) consider(lanes, 1);
     consider(lanes, limits.multiprocessors / (streams_of(x) * divide_up(vectors, lanes)));
   };
   // Even, so that blocks do not share 32-byte sectors.
   for (std::int64_t lanes = 2; lanes <= 24 && lanes < vectors; lanes += 2) consider_all(lanes);
   if (vectors <= kMostLanes) consider_all(vectors);
+  if (best_lanes == 0) return std::nullopt;
   const int lanes = static_cast<int>(best_lanes);
-  const Cut cut = make_cut(x, blanked, kThreads, lanes, best_slabs);
+  const Cut cut = make_cut(x, blanked, kThreads, lanes, best_slabs, folded);
   const int head = head_bytes(needs.rows, lanes * vector, vector) + kThreads * needs.others;
   const std::int64_t room = std::min<std::int64_t>(kSharedBytes, limits.block_shared_memory) - head;
   const std::int64_t steps = divide_up(cut.per_slab, kThreads / lanes);
@@ -496,7 +549,9 @@ std::string declines(const Context& context, const TensorView& x, const TensorVi
     return "asynchronous copies need compute capability 8.0";
   }
   if (!has_adjacent_channels(x)) return "it takes channels-last images";
-  if (!plan(context, x, blanked, needs)) return "a block needs more shared memory than there is";
+  if (!plan(context, x, blanked, needs)) {
+    return "its blocks do not fit on the GPU at once, or need more shared memory than there is";
+  }
   return {};
 }
 
@@ -505,7 +560,7 @@ Launch launch_of(const Context& context, const TensorView& x, const Plan& plan) 
           .blocks = plan.cut.blocks(streams_of(x)),
           .threads = kThreads,
           .shared_bytes = plan.shared_bytes,
-          .cooperative = plan.cut.slabs.value() > 1};
+          .cooperative = blocks_meet(plan.cut)};
 }
 
 /// Calls body(T, kinds) with a value of x's type and a constant of Kinds.
@@ -527,15 +582,16 @@ Scratch<float> sums_memory(const Context& context, const TensorView& x, const Cu
 }  // namespace
 
 std::string resident_declines(const Context& context, const BatchNormActForward& call) {
-  std::string reason = dense_decline({&call.x, &call.y, &call.residual}, call.passes.defined());
+  std::string reason =
+      folded_decline({&call.x, &call.y, &call.residual}, call.blanked, call.passes.defined());
   if (!reason.empty()) return reason;
   if (!channels_of(call).own()) return "the statistics are given, so one pass is enough";
-  return declines(context, call.x, call.blanked, forward_needs(call.residual.defined()));
+  return declines(context, call.x, call.blanked, shared_needs_of(call));
 }
 
 std::string resident_declines(const Context& context, const BatchNormActBackward& call) {
-  std::string reason =
-      dense_decline({&call.x, &call.dy, &call.dx, &call.dresidual}, call.passes.defined());
+  std::string reason = folded_decline({&call.x, &call.dy, &call.dx, &call.dresidual}, call.blanked,
+                                      call.passes.defined());
   if (!reason.empty()) return reason;
   if (reads_residual(call)) return "it does not read the residual";
   if (reinterpret_cast<std::uintptr_t>(call.passes.data) % 4 != 0) {
@@ -543,11 +599,11 @@ std::string resident_declines(const Context& context, const BatchNormActBackward
   }
   const BackwardNeeds needs = needs_of(call);
   if (!needs.sums || !needs.images) return "one pass is enough for these gradients";
-  return declines(context, call.x, call.blanked, backward_needs(call.passes.defined()));
+  return declines(context, call.x, call.blanked, shared_needs_of(call));
 }
 
 void resident_run(const Context& context, const BatchNormActForward& call) {
-  const Plan p = *plan(context, call.x, call.blanked, forward_needs(call.residual.defined()));
+  const Plan p = *plan(context, call.x, call.blanked, shared_needs_of(call));
   const Scratch<float> sums = sums_memory(context, call.x, p.cut);
   const NormalizeArguments a = arguments_of(call);
   if (counts_before(p.cut, a.channels)) {
@@ -562,7 +618,7 @@ void resident_run(const Context& context, const BatchNormActForward& call) {
 }
 
 void resident_run(const Context& context, const BatchNormActBackward& call) {
-  const Plan p = *plan(context, call.x, call.blanked, backward_needs(call.passes.defined()));
+  const Plan p = *plan(context, call.x, call.blanked, shared_needs_of(call));
   const Scratch<float> sums = sums_memory(context, call.x, p.cut);
   const GradientArguments a = arguments_of(call);
   dispatch(call, [&]<typename T>(T, auto kinds) {

@@ -3,6 +3,7 @@
 // How the kernels with 16-byte accesses share dense images: the vectors of a block and of a thread,
 // per-channel values in shared memory, and sums over a block.
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/divide.h"
@@ -14,31 +15,36 @@ namespace fusewise::cuda {
 
 /// How images are cut into blocks. A unit is a vector of each of `lanes` groups of channels: a
 /// pixel's in channels-last images, a vector of pixels of one channel in NCHW images. A block has a
-/// slab of units of one stream.
+/// slab of units of one stream. Where the channels of a channels-last pixel do not fill vectors,
+/// `folded` neighbouring pixels count as one with so many times the channels.
 struct Cut {
-  int channels;
+  int channels;  // of a unit
+  int folded;
+  ShortDivisor image_channels;
   ShortDivisor lanes, tiles, slabs;
   ShortDivisor strands;       // units that a block's threads have side by side
   unsigned units, per_slab;   // of a stream
   double share;               // 1 / the values per channel of a stream
-  ShortDivisor sample_units;  // of a sample
+  ShortDivisor sample_units;  // of a sample, rounded down; exact where some are blanked
   int samples;
   const bool* blanked;  // [S, N], may be null
 
   Index blocks(Index streams) const { return streams * tiles.value() * slabs.value(); }
 };
 
-/// For blocks of `threads`. `lanes` is 1 for NCHW images.
+/// For blocks of `threads`. `lanes` and `folded` are 1 for NCHW images.
 inline Cut make_cut(const TensorView& x, const TensorView& blanked, int threads, int lanes,
-                    std::int64_t slabs) {
-  const std::int64_t vector = 16 / size_of(x.dtype), channels = dimension(x, 3);
+                    std::int64_t slabs, std::int64_t folded) {
+  const std::int64_t vector = 16 / size_of(x.dtype), channels = dimension(x, 3) * folded;
   const std::int64_t pixels = dimension(x, 2) * dimension(x, 1), samples = dimension(x, 4);
   const bool channels_last = has_adjacent_channels(x);
-  const std::int64_t sample_units = channels_last ? pixels : pixels / vector;
-  const std::int64_t units = samples * sample_units;
+  const std::int64_t unit_pixels = channels_last ? folded : vector;
+  const std::int64_t units = samples * pixels / unit_pixels;
   // Even: two vectors of four values share a byte of bits, and it must not be two blocks' byte.
   const std::int64_t per_slab = divide_up(units, 2 * slabs) * 2;
   return {.channels = static_cast<int>(channels),
+          .folded = static_cast<int>(folded),
+          .image_channels = ShortDivisor(dimension(x, 3)),
           .lanes = ShortDivisor(lanes),
           .tiles = ShortDivisor(channels_last ? divide_up(channels / vector, lanes) : channels),
           .slabs = ShortDivisor(divide_up(units, per_slab)),
@@ -46,7 +52,7 @@ inline Cut make_cut(const TensorView& x, const TensorView& blanked, int threads,
           .units = static_cast<unsigned>(units),
           .per_slab = static_cast<unsigned>(per_slab),
           .share = 1.0 / static_cast<double>(samples * pixels),
-          .sample_units = ShortDivisor(sample_units),
+          .sample_units = ShortDivisor(std::max<std::int64_t>(pixels / unit_pixels, 1)),
           .samples = static_cast<int>(samples),
           .blanked = static_cast<const bool*>(blanked.data)};
 }
@@ -128,7 +134,7 @@ struct Tile {
       }
       present = warp_sum(present);
     }
-    return static_cast<double>(present * (kPlanar ? kVector : 1));
+    return static_cast<double>(present * pixels());
   }
   /// 1 / count of the whole stream, or 0. A division is long, and rarely needed.
   __device__ __forceinline__ double share(double count) const {
@@ -138,11 +144,23 @@ struct Tile {
   /// Advances the counter of this block's stream, if it is the first block of it.
   __device__ __forceinline__ void count_call(const Counter& counter) const {
     if (first > 0 || slab > 0 || threadIdx.x >= 32) return;
-    const Index pixels = Index{cut.sample_units.value()} * (kPlanar ? kVector : 1);
-    cuda::count_call(counter, stream, cut.blanked, cut.samples, pixels);
+    const Index sample_pixels = cut.units * pixels() / cut.samples;
+    cuda::count_call(counter, stream, cut.blanked, cut.samples, sample_pixels);
   }
+  /// Pixels of a unit.
+  __device__ __forceinline__ Index pixels() const { return kPlanar ? kVector : cut.folded; }
+  /// The image's channel of this block's channel k.
+  __device__ __forceinline__ int image_channel(int k) const {
+    unsigned channel = first + k;
+    return kPlanar ? first : static_cast<int>(cut.image_channels.split(channel));
+  }
+  /// The same, among the channels of all streams.
   __device__ __forceinline__ Index channel(int k) const {
-    return static_cast<Index>(stream) * cut.channels + first + k;
+    return static_cast<Index>(stream) * cut.image_channels.value() + image_channel(k);
+  }
+  /// Whether this block writes the results of channel k.
+  __device__ __forceinline__ bool writes(int k) const {
+    return slab == 0 && first + k < cut.image_channels.value();
   }
   /// Where this slab's part of channel k is.
   __device__ __forceinline__ Index part(int k) const {

@@ -107,7 +107,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   wait_for_previous_kernel();
 
   const Table<T, kPlanar> table{shared, tile.lanes};
-  const bool writes = tile.slab == 0;
   const auto set = [&](int k, const Coefficients<float>& value) {
     table.at(kMean, k) = value.mean;
     table.at(kScale, k) = value.scale;
@@ -119,25 +118,31 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                     shared + table_floats(3, tile.width),
                     [&](int k, double count, double mean, double variance) {
                       set(k, finish_channel<T>(a.channels, tile.channel(k), count, mean, variance,
-                                               calls, writes));
+                                               calls, tile.writes(k)));
                     });
   } else {
     for (int k = threadIdx.x; k < tile.width; k += kThreads) {
       const Index at = tile.channel(k);
       set(k, a.coefficients != nullptr ? a.coefficients[at]
-                                       : running_coefficients<T>(a.channels, at, writes));
+                                       : running_coefficients<T>(a.channels, at, tile.writes(k)));
     }
     __syncthreads();
   }
 
   for (int step = 0; step < tile.steps; step += kBatch) {
-    if (step > 0) load(step);
+    Packed<T> now[kBatch], other_now[kResidual ? kBatch : 1];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      now[j] = batch[j];
+      if constexpr (kResidual) other_now[j] = others[j];
+    }
+    load(step + kBatch);  // in flight while this batch is computed and stored
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (step + j >= tile.steps) break;
       const unsigned unit = tile.template unit<true>(step + j);
-      write_normalized<kResidual>(a, tile, table, tile.is_blank(unit), tile.offset(unit), batch[j],
-                                  others[kResidual ? j : 0]);
+      write_normalized<kResidual>(a, tile, table, tile.is_blank(unit), tile.offset(unit), now[j],
+                                  other_now[kResidual ? j : 0]);
     }
   }
 }
@@ -216,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         shared + table_floats(5, tile.width), [&](int k, const GradientSums<float>& sums) {
           const Index at = tile.channel(k);
           const float inverse = fill_saved(tile, table, a.channels, k);
-          const auto own = finish_gradient<T>(a.channels, at, sums, inverse, tile.slab == 0);
+          const auto own = finish_gradient<T>(a.channels, at, sums, inverse, tile.writes(k));
           set(k, a.channels.group == nullptr ? own : group_corrections<T>(a.channels, at, inverse));
         });
   } else {
@@ -275,21 +280,21 @@ static_assert(choose_slabs(64, 264, 100) == 4 && choose_slabs(64, 264, 3) == 3);
 static_assert(choose_slabs(264, 264, 100) == 1);  // one full wave
 static_assert(choose_slabs(144, 264, 100) == 7);  // 1008 of 1056 places in four waves
 
-Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanked) {
+Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanked, bool with_bits) {
   const int vector = static_cast<int>(16 / size_of(x.dtype));
-  const std::int64_t streams = streams_of(x), samples = dimension(x, 4);
-  const std::int64_t channels = dimension(x, 3), pixels = dimension(x, 2) * dimension(x, 1);
   const bool channels_last = has_adjacent_channels(x);
+  const std::int64_t folded = channels_last ? folded_pixels(x, blanked, with_bits) : 1;
+  const std::int64_t streams = streams_of(x), channels = dimension(x, 3) * folded;
+  const std::int64_t pixels = dimension(x, 4) * dimension(x, 2) * dimension(x, 1);
   const int vectors = static_cast<int>(channels / vector);
   const int lanes = channels_last ? choose_lanes(vectors) : 1;
   const std::int64_t tiles = channels_last ? divide_up(vectors, lanes) : channels;
-  const std::int64_t sample_units = channels_last ? pixels : pixels / vector;
-  const std::int64_t units = samples * sample_units;
+  const std::int64_t units = pixels / (channels_last ? folded : vector);
   const std::int64_t resident = kBlocks * limits_of(context.device).multiprocessors;
   const std::int64_t most = divide_up(units, kThreads / lanes);  // a vector for each thread
   const std::int64_t least = divide_up(units, kMostSteps * (kThreads / lanes));
   return make_cut(x, blanked, kThreads, lanes,
-                  std::max(least, choose_slabs(streams * tiles, resident, most)));
+                  std::max(least, choose_slabs(streams * tiles, resident, most)), folded);
 }
 
 /// The plan of a call and its launches.
@@ -300,9 +305,9 @@ struct Passes {
   int width, vector;  // channels per block, values per 16 bytes
   bool channels_last, streaming;
 
-  Passes(const Context& context, const TensorView& x, const TensorView& blanked)
+  Passes(const Context& context, const TensorView& x, const TensorView& blanked, bool with_bits)
       : context(context),
-        cut(cut_of(context, x, blanked)),
+        cut(cut_of(context, x, blanked, with_bits)),
         streams(streams_of(x)),
         vector(static_cast<int>(16 / size_of(x.dtype))),
         channels_last(has_adjacent_channels(x)),
@@ -345,12 +350,19 @@ void dispatch(const TensorView& x, bool with_residual, Body&& body) {
 }  // namespace
 
 std::string two_pass_declines(const Context&, const BatchNormActForward& call) {
-  return dense_decline({&call.x, &call.y, &call.residual}, call.passes.defined());
+  const std::initializer_list<const TensorView*> images = {&call.x, &call.y, &call.residual};
+  const bool with_bits = call.passes.defined();
+  // Its sums are of the channels of one pixel.
+  if (channels_of(call).own()) return dense_decline(images, with_bits);
+  return folded_decline(images, call.blanked, with_bits);
 }
 
 std::string two_pass_declines(const Context&, const BatchNormActBackward& call) {
-  return dense_decline({&call.x, &call.dy, &call.residual, &call.dx, &call.dresidual},
-                       call.passes.defined());
+  const std::initializer_list<const TensorView*> images = {&call.x, &call.dy, &call.residual,
+                                                           &call.dx, &call.dresidual};
+  const bool with_bits = call.passes.defined();
+  if (needs_of(call).sums) return dense_decline(images, with_bits);
+  return folded_decline(images, call.blanked, with_bits);
 }
 
 std::string two_pass_declines(const Context&, const BatchNormStatistics& call) {
@@ -359,7 +371,7 @@ std::string two_pass_declines(const Context&, const BatchNormStatistics& call) {
 
 void two_pass_coefficients(const Context& context, const TensorView& x, const TensorView& blanked,
                            const ForwardChannels& f, Coefficients<float>* out) {
-  const Passes p(context, x, blanked);
+  const Passes p(context, x, blanked, false);
   const PartMemory<float> memory(context, f.streams, p.cut.slabs.value(), f.channels);
   dispatch(x, false, [&]<typename T>(T, auto planar, auto) {
     launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
@@ -376,7 +388,7 @@ void two_pass_run(const Context& context, const BatchNormStatistics& call) {
 
 void two_pass_run(const Context& context, const BatchNormActForward& call) {
   const ForwardChannels f = channels_of(call);
-  const Passes p(context, call.x, call.blanked);
+  const Passes p(context, call.x, call.blanked, call.passes.defined());
   const bool own = f.own(), between = f.group != nullptr || (own && !p.combines());
   const PartMemory<float> memory(context, f.streams, own ? p.cut.slabs.value() : 0, f.channels);
   const Scratch<Coefficients<float>> coefficients(context, between ? f.streams * f.channels : 0);
@@ -401,7 +413,7 @@ void two_pass_run(const Context& context, const BatchNormActForward& call) {
 void two_pass_run(const Context& context, const BatchNormActBackward& call) {
   const BackwardChannels b = channels_of(call);
   const BackwardNeeds needs = needs_of(call);
-  const Passes p(context, call.x, call.blanked);
+  const Passes p(context, call.x, call.blanked, call.passes.defined());
   const bool between = needs.sums && !(needs.images && p.combines());
   const std::int64_t all = between ? b.streams * b.channels : 0;
   const PartMemory<float> memory(context, b.streams, needs.sums ? p.cut.slabs.value() : 0,

@@ -36,7 +36,17 @@ struct Shifts {
       unit = tile.next_present(unit, end);
       if (unit == end) unit = tile.next_present(begin, end);
     }
-    if (unit < end) own = load_vector(x + tile.offset(unit));
+    if (unit == end) return;
+    if (kPlanar || tile.cut.folded == 1) {
+      own = load_vector(x + tile.offset(unit));
+    } else {  // of the unit's first pixel, so that all copies of a channel have the same shift
+      const T* from =
+          x + (static_cast<Index>(tile.stream) * tile.cut.units + unit) * tile.cut.channels;
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) {
+        own.values[k] = from[tile.image_channel(tile.lane * kVector + k)];
+      }
+    }
   }
   /// `shared`: kCount floats for each channel. Ends with a barrier.
   __device__ __forceinline__ void store(const Tile<T, kPlanar>& tile,
