@@ -41,6 +41,9 @@ if ! has_gtest; then
   echo "setup: GoogleTest is missing, C++ tests will be SKIPPED; to have them: apt-get install libgtest-dev"
 fi
 
+# CI builds the same files three times. With a cache each is compiled once.
+if [ "${CI:-}" = true ] && ! command -v ccache >/dev/null; then install ccache; fi
+
 # A browser is a large install for a few tests, so only CI installs it automatically.
 has_chromium() { command -v chromium chromium-browser >/dev/null; }
 if ! has_chromium && [ "${CI:-}" = true ]; then install chromium; fi
