@@ -5,6 +5,9 @@
 namespace fusewise::cuda {
 namespace {
 
+constexpr std::int64_t kMostIndex = std::int64_t{1} << 30;
+constexpr const char* kTooLarge = "a dimension is too large for its 32-bit indices";
+
 /// Whether any of the parameters is float32 beside half-precision x.
 template <typename... Views>
 bool are_wide(const TensorView& x, const Views&... parameters) {
@@ -99,10 +102,10 @@ std::string image_decline(std::initializer_list<const TensorView*> images) {
       return "an image does not start on a 16-byte boundary";
     }
   }
-  const std::int64_t pixels = dimension(x, 2) * dimension(x, 1), most = std::int64_t{1} << 30;
-  if (dimension(x, 3) >= most || dimension(x, 4) * pixels >= most ||
-      (x.rank == 5 && x.sizes[0] >= most)) {
-    return "a dimension is too large for its 32-bit indices";
+  const std::int64_t pixels = dimension(x, 2) * dimension(x, 1);
+  if (dimension(x, 3) >= kMostIndex || dimension(x, 4) * pixels >= kMostIndex ||
+      (x.rank == 5 && x.sizes[0] >= kMostIndex)) {
+    return kTooLarge;
   }
   return {};
 }
@@ -134,9 +137,9 @@ std::string folded_decline(std::initializer_list<const TensorView*> images,
   if (!has_adjacent_channels(x)) return dense_decline(images, with_bits);
   std::string reason = image_decline(images);
   if (!reason.empty()) return reason;
-  if (folded_pixels(x, blanked, with_bits) == 0) {
-    return "the channels of neighbouring pixels do not fill 16 bytes";
-  }
+  const std::int64_t folded = folded_pixels(x, blanked, with_bits);
+  if (folded == 0) return "the channels of neighbouring pixels do not fill 16 bytes";
+  if (folded * dimension(x, 3) >= kMostIndex) return kTooLarge;
   return {};
 }
 

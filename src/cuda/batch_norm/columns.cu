@@ -6,7 +6,6 @@
 #include "cuda/batch_norm/columns.cuh"
 
 #include <algorithm>
-#include <optional>
 
 #include "common/divide.h"
 #include "cuda/batch_norm/finish.cuh"
