@@ -1,0 +1,124 @@
+"""LINet in float32 and half precision by the accuracy rule, against the plain model in float64."""
+
+import copy
+
+import pytest
+import torch
+
+from fusewise.bench.accuracy import compare, largest
+from linet_cases import CLASSES, images, images_away_from_kinks, pair, step
+
+pytestmark = pytest.mark.usefixtures("few_threads")
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32():
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    yield
+    torch.backends.cudnn.conv.fp32_precision = before
+
+
+def as_one(found, right):
+    """All tensors as one vector, each divided by its largest expected value: a model has hundreds,
+    many of a few values, of which some are off by more than twice torch's error by chance."""
+    parts = [(found[name].double() / (largest(t) or 1)).flatten() for name, t in right.items()]
+    return torch.cat(parts)
+
+
+def statistics(model):
+    return {name: t for name, t in model.named_buffers() if "running" in name}
+
+
+def check(ours, eager, right, dtype):
+    assert ours.keys() == eager.keys() == right.keys()
+    for name, t in ours.items():
+        assert t.dtype == eager[name].dtype and t.shape == right[name].shape, name
+        assert bool(t.any()) == bool(right[name].any()), name
+    kinds = {"outputs": ["y"], "statistics": [name for name in right if "running" in name]}
+    kinds["gradients"] = [name for name in right if name not in sum(kinds.values(), [])]
+    for kind, names in kinds.items():
+        expected = {name: right[name] for name in names}
+        vectors = [as_one(results, expected) for results in (ours, eager, right)]
+        found = compare(kind, *vectors, 1.0, computed_in=dtype)
+        assert found.passed, str(found)
+
+
+@pytest.mark.parametrize("blanked", [False, True])
+@pytest.mark.parametrize("name", ["li_resnet18", "li_resnet50"])
+def test_float32(device, name, blanked):
+    channels = (3, 1)
+    ours, eager = pair(name, channels, torch.float32, device=device)
+    reference = copy.deepcopy(eager).double()
+
+    def draw():
+        pattern = torch.rand(2, 3, device=device) < 0.4 if blanked else None
+        x = images(channels, 3, (33, 33), torch.float32, device)
+        return [image.double() for image in x], pattern
+
+    # Away from kinks, so that all three make the same decisions.
+    x, pattern = images_away_from_kinks(reference, draw, margin=1e-5)
+    dy = torch.randn(3, CLASSES, device=device)
+    single = [image.float() for image in x], dy, pattern
+    double = x, dy.double(), pattern
+    models = (ours, single), (eager, single), (reference, double)
+    check(*(step(model, *given) | statistics(model) for model, given in models), torch.float32)
+
+
+def half_results(device, dtype, blanked=False, cast=False):
+    """Steps of ours and of the eager model on three batches, and what they should give. `cast`: to
+    half precision; otherwise the parameters are float32, for autocast.
+
+    Rounding decides about many ReLUs, so that only errors over all values compare.
+    """
+    ours, eager = pair(dtype=torch.float32, device=device)
+    if cast:
+        ours.to(dtype), eager.to(dtype)
+    reference = copy.deepcopy(eager).double()
+    kind = dtype if cast else torch.float32
+    found = []
+    for _ in range(3):
+        x = images(dtype=kind, batch=8, device=device)
+        dy = torch.randn(8, CLASSES, device=device).to(dtype)
+        pattern = torch.rand(3, 8, device=device) < 0.3 if blanked else None
+        with torch.autocast(device, dtype, enabled=not cast):
+            steps = [step(model, x, dy, pattern) for model in (ours, eager)]
+        right = step(reference, [image.double() for image in x], dy.double(), pattern)
+        found.append((*steps, right))
+    return found
+
+
+def check_half(found, dtype):
+    for names in (["y"], [name for name in found[0][0] if name != "y"]):
+        ours, eager, right = (
+            torch.cat([as_one(results[i], {n: results[2][n] for n in names}) for results in found])
+            for i in range(3)
+        )
+        assert ours.isfinite().all()
+        error, torchs = (ours - right).norm(), (eager - right).norm()
+        assert error <= 2 * torchs + 4 * torch.finfo(dtype).eps * right.norm()
+        assert torchs < 0.5 * right.norm(), "torch's own errors hide ours"
+
+
+@pytest.mark.parametrize("blanked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(device, dtype, blanked):
+    found = half_results(device, dtype, blanked)
+    check_half(found, dtype)
+    for name, t in found[0][0].items():
+        assert t.dtype == (dtype if name == "y" else torch.float32), name
+
+
+def test_autocast_leaves_float64_alone(device):
+    ours, reference = pair(device=device)
+    x = images(device=device)
+    with torch.autocast(device, torch.bfloat16):
+        y = ours(*x)
+    torch.testing.assert_close(y, reference(*x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(device, dtype):
+    found = half_results(device, dtype, cast=True)
+    check_half(found, dtype)
+    assert all(t.dtype == dtype for t in found[0][0].values())
