@@ -122,7 +122,7 @@ def load(options) -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
     """What to train with and what to test with."""
     if options.data is None:
         seeds = 2 * options.seed, 2 * options.seed + 1
-        count = max(400, options.scenes // 5)
+        count = max(32, options.scenes // 4)
         return Synthetic(options.scenes, options.size, seeds[0]), Synthetic(
             count, options.size, seeds[1]
         )

@@ -35,7 +35,7 @@ def test_the_class_shows_only_when_the_streams_are_integrated(tmp_path):
     alone = [results[f"{name} alone"] for name in STREAMS]
     without = [results[f"without {name}"] for name in STREAMS]
     assert max(alone) <= 0.6
-    assert max(alone) < min(without) <= max(without) <= 0.65  # two views halve the choice
+    assert max(alone) < min(without) <= max(without) <= 0.7  # two views halve the choice
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint.pt", "accuracy.png"}
 
 
