@@ -30,7 +30,9 @@ function(fusewise_torch_library name core)
   add_library(${name} MODULE ${ARGN}
     bindings/torch/build_info.cpp
     bindings/torch/call.cpp
+    bindings/torch/convolution.cpp
     bindings/torch/failure.cpp
+    bindings/torch/li_conv.cpp
     bindings/torch/mlp.cpp
     bindings/torch/operators.cpp)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)

@@ -192,6 +192,16 @@ TensorView view_of(const char* name, const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? view_of(name, *tensor) : TensorView();
 }
 
+Tensor tensor_of(const TensorView& view) {
+  const bool cuda = view.device.type == DeviceType::cuda;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      view.data, view.rank, view.sizes.data(), view.strides.data(), 0, torch_dtype(view.dtype),
+      cuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu(), view.device.index,
+      &handle));
+  return Tensor(handle);
+}
+
 std::optional<Tensor> point_at(TensorView& view, const char* name, const Tensor& tensor,
                                Layout layout, bool leading) {
   bool fits = true;

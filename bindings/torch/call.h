@@ -31,6 +31,9 @@ std::int64_t bytes_of(const Tensor& tensor);
 TensorView view_of(const char* name, const Tensor& tensor);
 TensorView view_of(const char* name, const std::optional<Tensor>& tensor);
 
+/// A view as a tensor that does not own its memory.
+Tensor tensor_of(const TensorView& view);
+
 /// Points `view` at a tensor [..., K] as the matrix [M, K]. Returns false if the leading dimensions
 /// cannot be merged into one. A scalar stays a scalar. Throws as view_of does, but takes any number
 /// of dimensions.

@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "call.h"
+#include "convolution.h"
 #include "failure.h"
 
 namespace fusewise::binding {
@@ -32,15 +33,6 @@ class TorchThreads : public Executor {
     if (failure) std::rethrow_exception(failure);
   }
 };
-
-/// A view as a tensor that does not own its memory.
-Tensor tensor_of(const TensorView& view) {
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
-      view.data, view.rank, view.sizes.data(), view.strides.data(), 0, torch_dtype(view.dtype),
-      aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
 
 /// The same GEMM as torch's linear for matrices, but without the dispatcher and into existing
 /// memory. If x has more than two dimensions, torch's linear may round the product before it adds
@@ -75,6 +67,7 @@ CallContext::CallContext(const Tensor&) {
   static TorchGemm gemm;
   context_.executor = &threads;
   context_.gemm = &gemm;
+  context_.convolution = &torch_convolution();
 }
 
 CallContext::~CallContext() = default;

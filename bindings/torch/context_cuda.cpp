@@ -5,6 +5,7 @@
 
 #include "call.h"
 #include "common/backends.h"
+#include "convolution.h"
 #include "cuda/cuda_error.h"
 #include "failure.h"
 
@@ -77,6 +78,7 @@ CallContext::CallContext(const Tensor& tensor) {
   state_ = std::make_unique<State>(device);
   context_.device = {DeviceType::cuda, device};
   context_.allocator = &state_->memory;
+  context_.convolution = &torch_convolution();
   context_.warn = [](const char* message) { aoti_torch_warn("fusewise", "", 0, message); };
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &context_.stream));
 }

@@ -14,7 +14,7 @@ std::string operators() {
   std::string names;
 #define FUSEWISE_NAME(name, Name) names += #name "\n"
   FUSEWISE_EACH_OPERATOR(FUSEWISE_NAME)
-  return names;
+  return names + "li_conv\n";  // bound by hand; each layer of `mlp` counts as a linear_act
 }
 
 }  // namespace
@@ -34,6 +34,17 @@ STABLE_TORCH_LIBRARY(fusewise, m) {
       "_mlp_backward(Tensor dy, Tensor x, Tensor[] weights, Tensor[] saved, str activation, "
       "str final_activation, bool need_dx, int[] needs, bool tf32, bool reduced_sums, bool tune, "
       "str implementation) -> Tensor[]");
+  m.def(
+      "_li_conv(Tensor[] x, Tensor[] weights, Tensor[] mix, Tensor? previous, int stride, "
+      "int padding, bool packed, bool tf32, bool reduced_sums, bool tune, str implementation) -> "
+      "(Tensor y, Tensor u)");
+  m.def(
+      "_li_conv_backward(Tensor gradient, Tensor u, Tensor[] x, Tensor[] weights, Tensor[] mix, "
+      "Tensor? previous, int stride, int padding, bool packed, int[] needs, bool tf32, "
+      "bool reduced_sums, bool tune, str implementation) -> Tensor[]");
+  m.def(
+      "_li_conv_explain(Tensor[] x, Tensor[] weights, Tensor[] mix, Tensor? previous, int stride, "
+      "int padding, bool backward, str implementation) -> str");
   m.def("_mlp_is_kept(str activation, bool last) -> bool");
 }
 

@@ -53,6 +53,29 @@ class Gemm {
                         const TensorView& d) = 0;
 };
 
+/// Computes convolutions without bias, dilation and groups. A framework or program that has a fast
+/// library passes it here.
+class Convolution {
+ public:
+  virtual ~Convolution() = default;
+  /// y = conv(x, w), with x [N, C, H, W], w [K, C, R, R] and y [N, K, P, Q]. Stride and zero
+  /// padding are the same in both directions.
+  ///
+  /// Requirements on the call: all tensors have one floating dtype and one device, and no size is
+  /// 0. x and w may have any strides. y and dy are channels-last without gaps. Results overlap
+  /// nothing, and their old contents must not be read. They may have any strides.
+  ///
+  /// Guarantees of the result: sums are at least float32 (float64 for float64). On CUDA the work is
+  /// enqueued on the context's stream. An exception ends the call of the operator and reaches its
+  /// caller. Runs on the thread that calls the operator; several threads may call at once.
+  virtual void forward(const TensorView& x, const TensorView& w, std::int64_t stride,
+                       std::int64_t padding, const TensorView& y) = 0;
+  /// The gradients of x and w. An absent one is not computed.
+  virtual void backward(const TensorView& dy, const TensorView& x, const TensorView& w,
+                        std::int64_t stride, std::int64_t padding, const TensorView& dx,
+                        const TensorView& dw) = 0;
+};
+
 /// Where a call runs and what it may use.
 struct Context {
   Device device{};
@@ -65,6 +88,8 @@ struct Context {
   /// For the CPU only; on CUDA, cuBLASLt is used. Null: the BLAS that the library was built with
   /// (CMake's FUSEWISE_BLAS), or its own loops.
   Gemm* gemm = nullptr;
+  /// Null: loops of the library on the CPU; on CUDA, operators with convolutions decline.
+  Convolution* convolution = nullptr;
   /// Called with messages for the user that are not errors. Null: they are dropped.
   void (*warn)(const char* message) = nullptr;
 };

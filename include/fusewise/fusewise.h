@@ -7,6 +7,7 @@
 #include "fusewise/context.h"         // IWYU pragma: export
 #include "fusewise/error.h"           // IWYU pragma: export
 #include "fusewise/implementation.h"  // IWYU pragma: export
+#include "fusewise/li_conv.h"         // IWYU pragma: export
 #include "fusewise/linear_act.h"      // IWYU pragma: export
 #include "fusewise/mlp.h"             // IWYU pragma: export
 #include "fusewise/safetensors.h"     // IWYU pragma: export

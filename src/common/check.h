@@ -29,16 +29,25 @@ void check(bool condition, const Parts&... parts) {
   if (!condition) fail(parts...);
 }
 
-/// Adds the layer's number in front of the message of an error in `body`.
+/// Adds the part's name and number, as in "stream 1: ", in front of the message of an error in
+/// `body`.
 template <typename Body>
-auto in_layer(std::size_t layer, const Body& body) {
+auto in_part(const char* part, std::size_t number, const Body& body) {
   try {
     return body();
   } catch (const OutOfMemory&) {
     throw;
   } catch (const Error& error) {
-    fail("layer ", layer, ": ", error.what());
+    fail(part, " ", number, ": ", error.what());
   }
+}
+template <typename Body>
+auto in_layer(std::size_t layer, const Body& body) {
+  return in_part("layer", layer, body);
+}
+template <typename Body>
+auto in_stream(std::size_t stream, const Body& body) {
+  return in_part("stream", stream, body);
 }
 
 /// "'silu', 'relu' or 'hardswish'"

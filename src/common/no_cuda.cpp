@@ -1,5 +1,6 @@
 // Stubs for a build without CUDA: nothing to allocate, no implementations to choose from.
 
+#include "common/li_conv.h"
 #include "common/operators.h"
 
 namespace fusewise::cuda {
@@ -22,5 +23,7 @@ CurrentDevice::~CurrentDevice() = default;
   Implementations<Name##Backward> name##_backward() { refuse(); }
 FUSEWISE_EACH_OPERATOR(FUSEWISE_REFUSE)
 Implementations<BatchNormStatistics> batch_norm_statistics() { refuse(); }
+Implementations<LiConvForward> li_conv_forward() { refuse(); }
+Implementations<LiConvBackward> li_conv_backward() { refuse(); }
 
 }  // namespace fusewise::cuda

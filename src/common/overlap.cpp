@@ -76,7 +76,7 @@ bool meet(const Layout& a, std::int64_t extent_a, const Layout& b, std::int64_t 
 }  // namespace
 
 static std::ostream& operator<<(std::ostream& out, const Argument& argument) {
-  if (argument.layer >= 0) out << "layer " << argument.layer << ": ";
+  if (argument.number >= 0) out << argument.part << " " << argument.number << ": ";
   return out << argument.name;
 }
 

@@ -13,7 +13,8 @@ namespace fusewise {
 struct Argument {
   const char* name;
   const TensorView& view;
-  int layer = -1;  // in a stack: its number becomes part of the name
+  int number = -1;              // in a stack: its layer, which becomes part of the name
+  const char* part = "layer";  // what the number counts
 };
 
 /// Whether two elements of a tensor may share memory: going up from the smallest stride, some

@@ -50,22 +50,22 @@ using F64 = Vector<double, kBytes / 8>::type;
 // compiler, loops of different shape might differ, and a sum split in different ways would then
 // give different results.
 #if defined(__AVX512F__)
-F32 multiply_add(F32 a, F32 b, F32 c) {
+[[maybe_unused]] F32 multiply_add(F32 a, F32 b, F32 c) {
   return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
-F64 multiply_add(F64 a, F64 b, F64 c) {
+[[maybe_unused]] F64 multiply_add(F64 a, F64 b, F64 c) {
   return (F64)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
 }
 #elif defined(__FMA__)
-F32 multiply_add(F32 a, F32 b, F32 c) {
+[[maybe_unused]] F32 multiply_add(F32 a, F32 b, F32 c) {
   return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
-F64 multiply_add(F64 a, F64 b, F64 c) {
+[[maybe_unused]] F64 multiply_add(F64 a, F64 b, F64 c) {
   return (F64)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
 }
 #else
-F32 multiply_add(F32 a, F32 b, F32 c) { return a * b + c; }
-F64 multiply_add(F64 a, F64 b, F64 c) { return a * b + c; }
+[[maybe_unused]] F32 multiply_add(F32 a, F32 b, F32 c) { return a * b + c; }
+[[maybe_unused]] F64 multiply_add(F64 a, F64 b, F64 c) { return a * b + c; }
 #endif
 
 // fp16 and bf16: from and to one float32 vector. -----------------------------------------------

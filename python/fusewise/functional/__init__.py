@@ -8,12 +8,14 @@ own operators.
 
 from ._transforms import refuse_script
 from .batch_norm import batch_norm_act
+from .li_conv import li_conv
 from .linear_act import linear_act
 from .mlp import mlp
 from .squeeze_excite import squeeze_excite
 
 __all__ = [
     "batch_norm_act",
+    "li_conv",
     "linear_act",
     "mlp",
     "squeeze_excite",

@@ -1,0 +1,70 @@
+// Compiled once per device, like the operators.
+
+#include "convolution.h"
+
+#ifdef FUSEWISE_CUDA_VERSION
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
+#else
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#endif
+
+#include "call.h"
+#include "failure.h"
+
+namespace fusewise::binding {
+namespace {
+
+#ifdef FUSEWISE_CUDA_VERSION
+constexpr auto convolution = aoti_torch_cuda_convolution;
+constexpr auto convolution_backward = aoti_torch_cuda_convolution_backward;
+#else
+constexpr auto convolution = aoti_torch_cpu_convolution;
+constexpr auto convolution_backward = aoti_torch_cpu_convolution_backward;
+#endif
+
+class TorchConvolution : public Convolution {
+ public:
+  void forward(const TensorView& x, const TensorView& w, std::int64_t stride, std::int64_t padding,
+               const TensorView& y) override {
+    const Tensor image = tensor_of(x), weights = tensor_of(w);
+    const std::int64_t strides[] = {stride, stride}, paddings[] = {padding, padding};
+    AtenTensorHandle result = nullptr;
+    const AOTITorchError status = convolution(image.get(), weights.get(), nullptr, strides, 2,
+                                              paddings, 2, kOnes, 2, 0, kZeros, 2, 1, &result);
+    if (status != AOTI_TORCH_SUCCESS) fail_in("aten::convolution", x.device, y);
+    copy(Tensor(result), tensor_of(y));
+  }
+
+  void backward(const TensorView& dy, const TensorView& x, const TensorView& w, std::int64_t stride,
+                std::int64_t padding, const TensorView& dx, const TensorView& dw) override {
+    const Tensor gradient = tensor_of(dy), image = tensor_of(x), weights = tensor_of(w);
+    const std::int64_t strides[] = {stride, stride}, paddings[] = {padding, padding};
+    const std::int32_t wanted[] = {dx.defined(), dw.defined(), 0};
+    AtenTensorHandle results[3] = {};
+    const AOTITorchError status = convolution_backward(
+        gradient.get(), image.get(), weights.get(), nullptr, 0, strides, 2, paddings, 2, kOnes, 2,
+        0, kZeros, 2, 1, wanted, 3, &results[0], &results[1], &results[2]);
+    if (status != AOTI_TORCH_SUCCESS) {
+      fail_in("aten::convolution_backward", x.device, dx.defined() ? dx : dw);
+    }
+    const Tensor found[] = {Tensor(results[0]), Tensor(results[1]), Tensor(results[2])};
+    if (dx.defined()) copy(found[0], tensor_of(dx));
+    if (dw.defined()) copy(found[1], tensor_of(dw));
+  }
+
+ private:
+  static constexpr std::int64_t kOnes[] = {1, 1}, kZeros[] = {0, 0};
+
+  [[noreturn]] static void fail_in(const char* name, Device device, const TensorView& result) {
+    fail_as_torch(name, device, result.numel() * size_of(result.dtype));
+  }
+};
+
+}  // namespace
+
+Convolution& torch_convolution() {
+  static TorchConvolution convolution;
+  return convolution;
+}
+
+}  // namespace fusewise::binding

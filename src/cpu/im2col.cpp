@@ -1,0 +1,199 @@
+// A convolution as GEMMs over rows of taps. A block of rows stays in the cache between the copy and
+// the GEMM. Bound by the arithmetic of the GEMM, and by the copies where the kernel is small.
+
+#include "cpu/im2col.h"
+
+#include <algorithm>
+
+#include "common/divide.h"
+#include "common/matrix.h"
+#include "common/scratch.h"
+#include "cpu/threads.h"
+#include "fusewise/linear_act.h"
+
+namespace fusewise::cpu {
+namespace {
+
+using Index = std::int64_t;
+
+constexpr Index kBlockBytes = 1 << 20;
+constexpr Index kPieceElements = 64 * 1024;  // work unit of a cheap pass, for one thread
+
+/// d = a b^T.
+void multiply(const Context& context, const TensorView& a, const TensorView& b,
+              const TensorView& d) {
+  LinearActForward call;
+  call.x = a;
+  call.w = b;
+  call.y = d;
+  call.activation = Activation::identity;
+  linear_act(context, call);
+}
+
+template <typename T>
+T* at(const TensorView& t, Index a, Index b, Index c, Index d) {
+  return static_cast<T*>(t.data) + a * t.strides[0] + b * t.strides[1] + c * t.strides[2] +
+         d * t.strides[3];
+}
+
+/// The convolution of a call, and its rows of taps.
+template <typename T>
+class Taps {
+ public:
+  Taps(const TensorView& x, const TensorView& w, Index stride, Index padding, const TensorView& y)
+      : x_(x),
+        stride_(stride),
+        padding_(padding),
+        kernel_(w.sizes[2]),
+        p_(y.sizes[2]),
+        q_(y.sizes[3]),
+        channels_(x.sizes[1]) {}
+
+  Index rows() const { return x_.sizes[0] * p_ * q_; }
+  Index rows_of_an_image() const { return p_ * q_; }
+  Index width() const { return kernel_ * kernel_ * channels_; }
+  Index rows_of_a_block() const {
+    const Index wanted = kBlockBytes / (width() * static_cast<Index>(sizeof(T)));
+    return std::clamp<Index>(wanted, 32, std::max<Index>(rows(), 32));
+  }
+
+  /// Copies the taps of `count` output pixels from `first` on. Those in the padding are 0.
+  void gather(const Context& context, Index first, Index count, T* to) const {
+    const Index piece = std::max<Index>(1, kPieceElements / width());
+    parallel_for(context, divide_up(count, piece), [&](Index begin, Index end) {
+      for (Index i = begin * piece; i < std::min(end * piece, count); ++i) {
+        gather_row(first + i, to + i * width());
+      }
+    });
+  }
+
+  /// The taps that read pixel (h, w) of x: offsets into the rows of its image.
+  template <typename Each>
+  void for_readers(Index h, Index w, const Each& each) const {
+    for (Index r = 0; r < kernel_; ++r) {
+      const Index p = h + padding_ - r;
+      if (p < 0 || p % stride_ != 0 || p / stride_ >= p_) continue;
+      for (Index s = 0; s < kernel_; ++s) {
+        const Index q = w + padding_ - s;
+        if (q < 0 || q % stride_ != 0 || q / stride_ >= q_) continue;
+        each((p / stride_ * q_ + q / stride_) * width() + (r * kernel_ + s) * channels_);
+      }
+    }
+  }
+
+ private:
+  void gather_row(Index row, T* to) const {
+    const Index n = row / (p_ * q_), p = row / q_ % p_, q = row % q_;
+    for (Index r = 0; r < kernel_; ++r) {
+      const Index h = p * stride_ - padding_ + r;
+      for (Index s = 0; s < kernel_; ++s, to += channels_) {
+        const Index w = q * stride_ - padding_ + s;
+        if (h < 0 || h >= x_.sizes[2] || w < 0 || w >= x_.sizes[3]) {
+          std::fill_n(to, channels_, T{});
+          continue;
+        }
+        const T* from = at<T>(x_, n, 0, h, w);
+        if (x_.strides[1] == 1) {
+          std::copy_n(from, channels_, to);
+        } else {
+          for (Index c = 0; c < channels_; ++c) to[c] = from[c * x_.strides[1]];
+        }
+      }
+    }
+  }
+
+  const TensorView& x_;
+  Index stride_, padding_, kernel_, p_, q_, channels_;
+};
+
+/// Calls step(value of a dense [K, R, R, C] copy, value of w [K, C, R, R]) for all weights.
+template <typename T, typename Step>
+void for_weights(const TensorView& w, T* dense, const Step& step) {
+  for (Index k = 0; k < w.sizes[0]; ++k) {
+    for (Index r = 0; r < w.sizes[2]; ++r) {
+      for (Index s = 0; s < w.sizes[3]; ++s) {
+        for (Index c = 0; c < w.sizes[1]; ++c) step(*dense++, *at<T>(w, k, c, r, s));
+      }
+    }
+  }
+}
+
+template <typename T>
+TensorView matrix(const void* data, const TensorView& like, Index rows, Index columns) {
+  return {data, like.dtype, like.device, {rows, columns}};
+}
+
+}  // namespace
+
+template <typename T>
+void Im2col<T>::forward(const TensorView& x, const TensorView& w, Index stride, Index padding,
+                        const TensorView& y) {
+  const Taps<T> taps(x, w, stride, padding, y);
+  const Index width = taps.width(), channels = w.sizes[0], block = taps.rows_of_a_block();
+  const Scratch<T> weights(context_, channels * width), columns(context_, block * width);
+  for_weights(w, weights.data(), [](T& dense, const T& value) { dense = value; });
+  for (Index first = 0; first < taps.rows(); first += block) {
+    const Index count = std::min(block, taps.rows() - first);
+    taps.gather(context_, first, count, columns.data());
+    multiply(context_, matrix<T>(columns.data(), x, count, width),
+             matrix<T>(weights.data(), x, channels, width),
+             matrix<T>(static_cast<T*>(y.data) + first * channels, x, count, channels));
+  }
+}
+
+template <typename T>
+void Im2col<T>::backward(const TensorView& dy, const TensorView& x, const TensorView& w,
+                         Index stride, Index padding, const TensorView& dx, const TensorView& dw) {
+  using A = AccumulatorOf<T>;
+  const Taps<T> taps(x, w, stride, padding, dy);
+  const Index width = taps.width(), channels = w.sizes[0], all = channels * width;
+  const T* gradient = static_cast<const T*>(dy.data);
+  if (dw.defined()) {
+    const Index block = taps.rows_of_a_block();
+    const Scratch<T> columns(context_, block * width), part(context_, all);
+    const Scratch<A> sums(context_, all);
+    std::fill_n(sums.data(), all, A(0));
+    for (Index first = 0; first < taps.rows(); first += block) {
+      const Index count = std::min(block, taps.rows() - first);
+      taps.gather(context_, first, count, columns.data());
+      multiply(context_, transposed(matrix<T>(gradient + first * channels, x, count, channels)),
+               transposed(matrix<T>(columns.data(), x, count, width)),
+               matrix<T>(part.data(), x, channels, width));
+      kernels_.accumulate(part.data(), all, sums.data());
+    }
+    kernels_.round(sums.data(), all, part.data());
+    for_weights(dw, part.data(), [](const T& sum, T& value) { value = sum; });
+  }
+  if (!dx.defined()) return;
+  const Index rows = taps.rows_of_an_image(), inputs = x.sizes[1];
+  const Scratch<T> weights(context_, all), columns(context_, rows * width);
+  for_weights(w, weights.data(), [](T& dense, const T& value) { dense = value; });
+  for (Index n = 0; n < x.sizes[0]; ++n) {
+    multiply(context_, matrix<T>(gradient + n * rows * channels, x, rows, channels),
+             transposed(matrix<T>(weights.data(), x, channels, width)),
+             matrix<T>(columns.data(), x, rows, width));
+    parallel_for(context_, x.sizes[2], [&](Index begin, Index end) {
+      const Scratch<T> line(context_, inputs);
+      const Scratch<const T*> readers(context_, w.sizes[2] * w.sizes[2]);
+      for (Index h = begin; h < end; ++h) {
+        for (Index column = 0; column < x.sizes[3]; ++column) {
+          int count = 0;
+          taps.for_readers(
+              h, column, [&](Index offset) { readers.data()[count++] = columns.data() + offset; });
+          T* const to = at<T>(dx, n, 0, h, column);
+          T* const sum = dx.strides[1] == 1 ? to : line.data();
+          kernels_.sum_rows(readers.data(), count, inputs, sum);
+          if (sum == to) continue;
+          for (Index c = 0; c < inputs; ++c) to[c * dx.strides[1]] = sum[c];
+        }
+      }
+    });
+  }
+}
+
+template class Im2col<float>;
+template class Im2col<double>;
+template class Im2col<F16>;
+template class Im2col<BF16>;
+
+}  // namespace fusewise::cpu

@@ -1,0 +1,193 @@
+// LINet's convolution on CUDA. The context computes the convolutions; cuBLASLt adds the GEMMs of
+// the integration into y, and in backward into the streams' gradients. u and dy are read once for
+// each GEMM. Bound by the convolutions.
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "common/li_conv.h"
+#include "common/matrix.h"
+#include "common/scratch.h"
+#include "cuda/cuda_error.h"
+#include "cuda/gemm/product.h"
+#include "cuda/gemm/tuning.h"
+
+namespace fusewise::cuda {
+namespace {
+
+using Index = std::int64_t;
+
+bool is_channels_last(const TensorView& t) {
+  Index stride = 1;
+  for (const int d : {1, 3, 2, 0}) {
+    if (t.sizes[d] > 1 && t.strides[d] != stride) return false;
+    stride *= t.sizes[d];
+  }
+  return true;
+}
+
+/// Whether the elements fill their memory, in whatever order.
+bool has_no_gaps(const TensorView& t) {
+  if (!t.defined()) return true;
+  Index last = 0;
+  for (int d = 0; d < t.rank; ++d) last += (t.sizes[d] - 1) * t.strides[d];
+  return last + 1 == t.numel();
+}
+
+/// previous [D, E] as the weights of a 1x1 convolution.
+TensorView as_kernel(const TensorView& previous) {
+  if (!previous.defined()) return {};
+  return {
+      previous.data, previous.dtype, previous.device, {previous.sizes[0], previous.sizes[1], 1, 1}};
+}
+
+/// Whether m is a matrix of pixels in the order of y's. Otherwise a 1x1 convolution reads it.
+bool is_matrix_of_pixels(const TensorView& m, Index stride) {
+  return stride == 1 && is_channels_last(m);
+}
+
+/// d = a b, or d += a b, which cannot be tuned.
+void multiply(const Context& context, ProductMath math, const TensorView& a, const TensorView& b,
+              const TensorView& d, bool add, BatchSize batch = BatchSize::rows) {
+  Product p{};
+  p.rows = d.sizes[0];
+  p.columns = d.sizes[1];
+  p.inner = a.sizes[1];
+  p.a = matrix_of(a);
+  p.b = matrix_of(b);
+  p.d = matrix_of(d);
+  p.dtype = d.dtype;
+  p.math = with_environment(math);
+  if (add) p.math.tune = false;
+  p.batch = batch;
+  p.add = add;
+  multiply(context, p);
+}
+
+void copy(const Context& context, const TensorView& from, const TensorView& to) {
+  check_cuda(cudaMemcpyAsync(to.data, from.data, from.numel() * size_of(from.dtype),
+                             cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(context.stream)),
+             "copying a gradient");
+}
+
+std::string needs_convolution(const Context& context) {
+  return context.convolution != nullptr
+             ? ""
+             : "the context has no convolution; pass one as Context::convolution";
+}
+
+std::string forward_declines(const Context& context, const LiConvForward&) {
+  return needs_convolution(context);
+}
+
+void forward_run(const Context& context, const LiConvForward& call) {
+  const LiConvSizes s = check_sizes(call);
+  if (s.n == 0) return;
+  const TensorView y = as_matrix(call.y);
+  bool add = false;
+  if (call.m.defined()) {
+    if (is_matrix_of_pixels(call.m, call.stride)) {
+      multiply(context, call.math, as_matrix(call.m), transposed(call.previous), y, false);
+    } else {
+      context.convolution->forward(call.m, as_kernel(call.previous), call.stride, 0, call.y);
+    }
+    add = true;
+  }
+  for (Index i = 0; i < s.streams; ++i) {
+    const LiConvStream& stream = call.streams[i];
+    const TensorView u = stream_of(call.u, i);
+    context.convolution->forward(stream.x, stream.w, call.stride, call.padding, u);
+    multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, add);
+    add = true;
+  }
+}
+
+std::vector<TensorView> weight_gradients(const LiConvBackward& call) {
+  std::vector<TensorView> found{call.dprevious};
+  for (const LiConvStream& stream : call.streams) {
+    found.push_back(stream.dw);
+    found.push_back(stream.dmix);
+  }
+  return found;
+}
+
+std::string backward_declines(const Context& context, const LiConvBackward& call) {
+  if (call.dy.numel() == 0) {
+    for (const TensorView& t : weight_gradients(call)) {
+      if (!has_no_gaps(t))
+        return "there are no samples, and a gradient to clear has gaps in memory";
+    }
+  }
+  return needs_convolution(context);
+}
+
+void clear(const Context& context, const LiConvBackward& call) {
+  for (const TensorView& t : weight_gradients(call)) {
+    if (!t.defined()) continue;
+    check_cuda(cudaMemsetAsync(t.data, 0, t.numel() * size_of(t.dtype),
+                               static_cast<cudaStream_t>(context.stream)),
+               "clearing a gradient");
+  }
+}
+
+/// The gradients of m and previous.
+void integrated_gradients(const Context& context, const LiConvBackward& call) {
+  if (!call.dm.defined() && !call.dprevious.defined()) return;
+  const bool pixels =
+      is_matrix_of_pixels(call.m, call.stride) && (!call.dm.defined() || is_channels_last(call.dm));
+  if (!pixels) {
+    context.convolution->backward(call.dy, call.m, as_kernel(call.previous), call.stride, 0,
+                                  call.dm, as_kernel(call.dprevious));
+    return;
+  }
+  const TensorView dy = as_matrix(call.dy);
+  if (call.dprevious.defined()) {
+    multiply(context, call.math, transposed(dy), as_matrix(call.m), call.dprevious, false,
+             BatchSize::inner);
+  }
+  if (call.dm.defined()) {
+    multiply(context, call.math, dy, call.previous, as_matrix(call.dm), false);
+  }
+}
+
+void backward_run(const Context& context, const LiConvBackward& call) {
+  const LiConvSizes s = check_sizes(call);
+  if (s.n == 0) return clear(context, call);
+  const TensorView dy = as_matrix(call.dy);
+  for (Index i = 0; i < s.streams; ++i) {
+    const LiConvStream& stream = call.streams[i];
+    const TensorView u = stream_of(call.u, i);
+    if (stream.dmix.defined()) {
+      multiply(context, call.math, transposed(dy), as_matrix(u), stream.dmix, false,
+               BatchSize::inner);
+    }
+    if (!stream.dx.defined() && !stream.dw.defined()) continue;
+    const Scratch<char> memory(context, u.numel() * size_of(u.dtype));
+    TensorView g = u;
+    g.data = memory.data();
+    if (call.du.defined()) copy(context, stream_of(call.du, i), g);
+    multiply(context, call.math, dy, stream.mix, as_matrix(g), call.du.defined());
+    context.convolution->backward(g, stream.x, stream.w, call.stride, call.padding, stream.dx,
+                                  stream.dw);
+  }
+  integrated_gradients(context, call);
+}
+
+}  // namespace
+
+Implementations<LiConvForward> li_conv_forward() {
+  static constexpr Implementation<LiConvForward> list[] = {
+      {"accumulate", forward_declines, forward_run}};
+  return list;
+}
+
+Implementations<LiConvBackward> li_conv_backward() {
+  static constexpr Implementation<LiConvBackward> list[] = {
+      {"accumulate", backward_declines, backward_run}};
+  return list;
+}
+
+}  // namespace fusewise::cuda
