@@ -62,6 +62,7 @@ inline std::string quoted(std::span<const char* const> names) {
 
 /// Row-major without gaps.
 inline bool is_dense(const TensorView& t) {
+  if (t.numel() == 0) return true;
   std::int64_t stride = 1;
   for (int d = t.rank - 1; d >= 0; --d) {
     if (t.sizes[d] > 1 && t.strides[d] != stride) return false;

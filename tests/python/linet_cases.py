@@ -39,6 +39,12 @@ def images(channels=(3, 1, 1), batch=4, size=(33, 36), dtype=torch.float64, devi
     return [x.to(device, dtype) for x in draw]
 
 
+def statistics(model):
+    """Running statistics and counters, by their names in the state dict."""
+    parameters = dict(model.named_parameters())
+    return {name: t for name, t in model.state_dict().items() if name not in parameters}
+
+
 def step(model, x, dy, blanked=None):
     """The output, and the gradients of the images and of all parameters, by name.
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fusewise
-from linet_cases import assert_equal, images, pair
+from linet_cases import assert_equal, images, pair, statistics
 from linet_reference import weights_of_a_resnet
 from reference import same_bits
 
@@ -47,7 +47,7 @@ def test_it_counts_in_the_average_of_all_steps():
         model(*x)
         model.forward_stream(1, alone)
         model(*x)
-    ours, reference = (dict(model.named_buffers()) for model in models)
+    ours, reference = (statistics(model) for model in models)
     assert_equal(ours, reference)
     assert (ours["bn1.stream_updates"] - ours["bn1.num_batches_tracked"]).tolist() == [0, 1]
 

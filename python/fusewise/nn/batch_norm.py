@@ -109,7 +109,7 @@ class BatchNormAct2d(torch.nn.Module):
     @process_group.setter
     def process_group(self, group) -> None:
         is_shared(group)
-        self._process_group = _ProcessGroup(group)
+        self._process_group = ProcessGroup(group)
 
     def reset_running_stats(self) -> None:
         """Sets the running statistics to mean 0 and variance 1, and the counter to 0."""
@@ -168,7 +168,7 @@ class BatchNormAct2d(torch.nn.Module):
         )
 
 
-class _ProcessGroup:
+class ProcessGroup:
     """Holds a group, which torch can neither copy nor pickle."""
 
     def __init__(self, group=None):
@@ -178,7 +178,7 @@ class _ProcessGroup:
         return self
 
     def __reduce__(self):
-        return _ProcessGroup, ()
+        return ProcessGroup, ()
 
 
 def _arguments(norm, activation):

@@ -6,6 +6,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .batch_norm import BatchNormAct2d
+from .li_batch_norm import LIBatchNorm2d
+
+_OURS = (BatchNormAct2d, LIBatchNorm2d)
 
 
 def convert_sync_batchnorm(model: torch.nn.Module, process_group=None) -> torch.nn.Module:
@@ -25,7 +28,7 @@ def convert_sync_batchnorm(model: torch.nn.Module, process_group=None) -> torch.
     Raises:
         RuntimeError: If `process_group` is None and torch.distributed is not initialised.
     """
-    ours = [module for module in model.modules() if isinstance(module, BatchNormAct2d)]
+    ours = [module for module in model.modules() if isinstance(module, _OURS)]
     group = process_group
     if group is None and ours:
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -58,7 +61,7 @@ def update_bn(
     momenta = {
         module: module.momentum
         for module in model.modules()
-        if isinstance(module, (_BatchNorm, BatchNormAct2d)) and module.track_running_stats
+        if isinstance(module, (_BatchNorm, *_OURS)) and module.track_running_stats
     }
     if not momenta:
         return
