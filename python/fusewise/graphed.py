@@ -55,7 +55,7 @@ def graphed(model: torch.nn.Module, *inputs: Tensor, **keywords: Tensor) -> "Gra
         )
     # The caller's tensors stay theirs: the graph reads copies.
     samples = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors.values()]
-    with _as_before(model):
+    with _as_before(model, samples[0].device):
         replay = _capture(_Call(model, tuple(keywords)), samples)
     return Graphed(model, _Capture(model, replay, dict(zip(tensors, samples, strict=True))))
 
@@ -79,7 +79,8 @@ class Graphed(torch.nn.Module):
     def named_modules(self, memo=None, prefix="", remove_duplicate=True):
         memo = set() if memo is None else memo
         if self not in memo:
-            memo.add(self)
+            if remove_duplicate:
+                memo.add(self)
             yield prefix, self
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
@@ -309,14 +310,13 @@ def _difference(captured, now) -> str:
 
 
 @contextlib.contextmanager
-def _as_before(model: torch.nn.Module) -> Iterator[None]:
+def _as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """In a `with` block, calls change no buffer and no random-number state for good."""
     places = _places(model)
     buffers = [place for place in places if not isinstance(place.tensor, torch.nn.Parameter)]
     before = [place.tensor.clone() for place in buffers]
-    devices = {place.tensor.device for place in places if place.tensor.is_cuda}
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
         for place in places:
             if place.moved():

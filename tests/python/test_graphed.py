@@ -306,14 +306,25 @@ def test_copies(replays, work):
     work(ours.module)
 
 
-def test_a_wrapper_for_several_processes(tmp_path):
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_data_parallel(replays, tmp_path):
+    """Around the result it works; the model itself may not be wrapped yet."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
     try:
-        parallel = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+        plain, x = nn.Linear(3, 2), torch.randn(4, 3)
+        ours = fusewise.graphed(copy.deepcopy(plain), x)
+        parallel = nn.parallel.DistributedDataParallel(ours)
+        for _ in range(3):
+            x = torch.randn(4, 3)
+            for m in (plain, parallel):
+                m(x).square().sum().backward()
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad)
+        assert replays == ["forward", "backward"] * 3
         with pytest.raises(TypeError, match="^graphed: model: got a DistributedDataParallel; "):
-            fusewise.graphed(parallel, torch.ones(4, 3))
+            fusewise.graphed(nn.parallel.DistributedDataParallel(nn.Linear(3, 2)), x)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -348,3 +359,29 @@ def test_errors_of_the_capture_are_translated(monkeypatch, error, said):
     with pytest.raises(RuntimeError, match=said) as caught:
         module._capture(module._Call(nn.ReLU(), ()), [torch.ones(1)])
     assert "\n" not in str(caught.value)
+
+
+def test_a_linet_whose_blanked_samples_change(replays):
+    plain = fusewise.models.li_resnet18((3, 1), num_classes=5, width=0.125).double()
+    before = copy.deepcopy(plain.state_dict())
+
+    def draw():
+        streams = [torch.randn(4, c, 33, 36, dtype=torch.float64) for c in (3, 1)]
+        return streams, torch.rand(2, 4) < 0.4
+
+    other = copy.deepcopy(plain)
+    streams, blanked = draw()
+    ours = fusewise.graphed(other, *streams, blanked=blanked)
+    for name, t in ours.state_dict().items():
+        assert torch.equal(t, before[name]), name
+    for _ in range(2):
+        streams, blanked = draw()
+        for m in (plain, ours):
+            m(*streams, blanked=blanked).square().sum().backward()
+    assert replays == ["forward", "backward"] * 2
+    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(dict(ours.state_dict()), dict(plain.state_dict()))
+    ours.eval(), plain.eval()
+    torch.testing.assert_close(ours(*streams), plain(*streams))
+    assert ours.forward_stream(1, streams[1]).shape == (4, 64)
