@@ -2,7 +2,7 @@
 
 `fusewise.nn` has modules, `fusewise.functional` has functions and `fusewise.models` has whole
 models. `fusewise.implementation` forces an implementation. `fusewise.explain` reports which one
-runs, and why.
+runs, and why. `fusewise.graphed` runs a model as CUDA graphs.
 """
 
 import re
@@ -39,5 +39,6 @@ from . import (  # noqa: E402 - the libraries load only under a torch that fits 
 )
 from ._explain import explain  # noqa: E402
 from ._settings import implementation  # noqa: E402
+from .graphed import graphed  # noqa: E402
 
-__all__ = ["__version__", "explain", "functional", "implementation", "models", "nn"]
+__all__ = ["__version__", "explain", "functional", "graphed", "implementation", "models", "nn"]

@@ -111,7 +111,7 @@ def test_one_stream_is_torchvisions_resnet(block, layers):
     theirs = resnet.ResNet(getattr(resnet, block), layers, num_classes=7)
     ours = LINet(getattr(linet_reference, block), layers, (3,), num_classes=7)
     ours.load_state_dict(weights_of_a_resnet(theirs))
-    x = torch.randn(3, 3, 40, 33)
+    x = torch.randn(2, 3, 33, 40)
     cut = [*theirs.children()][:-2]
     cut[-1] = cut[-1][:-1]
     theirs.eval(), ours.eval()

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,6 +180,16 @@ def test_dtypes_and_devices():
     empty.eval(), reference.eval()
     torch.testing.assert_close(empty(*x), reference(*x), rtol=1e-4, atol=1e-4)
     ours.to(memory_format=torch.channels_last)
+
+
+def test_the_page_runs_as_printed():
+    page = Path(__file__).parents[2] / "docs" / "linet.md"
+    samples = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    names = {}
+    for sample in samples:
+        exec(compile(sample, page.name, "exec"), names)
+    assert names["y"].shape == (4, 19) and names["features"].shape == (4, 512)
+    assert len(names["optimizer"].param_groups) == 4
 
 
 def test_the_start():

@@ -22,8 +22,14 @@ def batches(count, channels=(3, 1, 1), batch=4, size=(33, 36), blanked=None):
 
 
 def check_training(found, *arguments, **options):
-    """Each step starts from the reference's state. Training amplifies the rounding of earlier
-    steps: images off by 1e-15 of their values give gradients off by 1e-5 four steps later."""
+    ours, reference = found
+    steps = batches(5, *arguments, **options)
+    assert_equal(train(ours, steps), train(reference, steps))
+
+
+def check_steps(found, *arguments, **options):
+    """Each step starts from the reference's state, where training amplifies the rounding of
+    earlier steps: from 1e-13 in li_resnet50's first step to 1e-6 in its fifth."""
     ours, reference = found
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in found]
     for batch in batches(5, *arguments, **options):
@@ -41,7 +47,7 @@ def test_five_steps(channels):
 
 @pytest.mark.parametrize("name", ["li_resnet34", "li_resnet50"])
 def test_five_steps_of_the_deeper_models(name):
-    check_training(pair(name, (2, 1)), (2, 1), blanked=random)
+    check_steps(pair(name, (2, 1)), (2, 1), blanked=random)
 
 
 def random(streams, batch):
@@ -114,7 +120,7 @@ def test_a_single_value_is_left(momentum):
     """The last blocks have one pixel: the variance is 0, and the running statistics stay."""
     found = pair(momentum=momentum)
     updates = [found[0].layer4[0].bn1.stream_updates.clone()]
-    check_training(found, size=(32, 31), blanked=one_sample_left)
+    check_steps(found, size=(32, 31), blanked=one_sample_left)
     updates.append(found[0].layer4[0].bn1.stream_updates)
     assert (updates[1] - updates[0])[1] == 0
 

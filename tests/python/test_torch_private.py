@@ -122,4 +122,7 @@ def test_constants_of_a_compiled_function():
 
 
 def test_leaves():
-    assert private.tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]
+    tree = {"a": [1, (2,)], "b": 3}
+    assert private.tree_leaves(tree) == [1, 2, 3]
+    leaves, form = private.tree_flatten(tree)
+    assert private.tree_unflatten([2 * leaf for leaf in leaves], form) == {"a": [2, (4,)], "b": 6}

@@ -1,0 +1,386 @@
+"""A model as two CUDA graphs, one for forward and one for backward."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._torch_private import tree_flatten, tree_leaves, tree_unflatten
+
+_WARM_UP = 3  # calls before the capture, in which GEMMs and convolutions are tuned
+
+
+def graphed(model: torch.nn.Module, *inputs: Tensor, **keywords: Tensor) -> "Graphed":
+    """Captures forward and backward of a model as CUDA graphs, by
+    `torch.cuda.make_graphed_callables`. A call then costs the host two launches.
+
+    >>> model = fusewise.graphed(model, images)
+    >>> loss = criterion(model(images), labels)
+
+    The model runs a few times before the capture, so that everything that is tuned at its first
+    call is tuned. Afterwards buffers and random-number states are as before: none of these calls
+    counts as a training step.
+
+    The graphs are those of the model's mode (train or eval), of the surrounding autocast, and of
+    the shapes and dtypes of `inputs`. Inputs are copied into the graph's memory, in any layout. In
+    the other mode the model is called as it is, without a graph. In the same mode, a call that the
+    graphs do not fit raises an error; nothing is recomputed silently.
+
+    What a graph does not see: Python code in the model runs only while it is captured. Hooks,
+    prints and decisions that depend on Python values are those of the capture.
+
+    Args:
+        model: On a CUDA device. Not wrapped in DistributedDataParallel: wrap the result.
+        inputs: CUDA tensors as the model takes them. Those that need a gradient say so.
+        keywords: Further tensors, by name.
+
+    Returns:
+        A module with the parameters, buffers and state dict of the model, which it has as
+        `module`. Its outputs are the caller's own; the next call does not overwrite them. Backward
+        must come before the next call. There is no second backward.
+
+    Raises:
+        TypeError: If an input is no tensor, or the model is no module.
+        RuntimeError: If something is not on one CUDA device, or cannot be captured.
+    """
+    _check_arguments(model, inputs, keywords)
+    tensors = {f"inputs[{i}]": t for i, t in enumerate(inputs)} | keywords
+    _require_cuda(model, tensors)
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "graphed: inference_mode is on, in which no memory can be kept; "
+            "capture under torch.no_grad() instead"
+        )
+    # The caller's tensors stay theirs: the graph reads copies.
+    samples = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors.values()]
+    with _as_before(model, samples[0].device):
+        replay = _capture(_Call(model, tuple(keywords)), samples)
+    return Graphed(model, _Capture(model, replay, dict(zip(tensors, samples, strict=True))))
+
+
+class Graphed(torch.nn.Module):
+    """What `graphed` returns. `module` is the model itself."""
+
+    def __init__(self, module: torch.nn.Module, capture: "_Capture"):
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self._capture = capture
+
+    def forward(self, *inputs, **keywords):
+        if self.module.training != self._capture.modes[0][1]:
+            return self.module(*inputs, **keywords)
+        return self._capture(inputs, keywords)
+
+    # Names are those of the model, so that state dicts go both ways.
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args, **options):
+        return self.module.state_dict(*args, **options)
+
+    def load_state_dict(self, *args, **options):
+        return self.module.load_state_dict(*args, **options)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        # As a part of another module: what follows goes to `module`, under its name.
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("graphed: a captured graph cannot be copied or pickled; take its .module")
+
+
+class _Place(NamedTuple):
+    """Where a module holds a parameter or buffer, and what the graph reads and writes."""
+
+    name: str
+    held: dict
+    key: str
+    tensor: Tensor
+    address: int
+    requires_grad: bool
+
+    def moved(self) -> bool:
+        now = self.held.get(self.key)
+        return now is not self.tensor or now.data_ptr() != self.address
+
+
+class _Capture:
+    """The graphs, and what they were captured with."""
+
+    def __init__(self, model, replay, samples: dict[str, Tensor]):
+        self.replay, self.samples = replay, samples
+        self.modes = [(module, module.training) for module in model.modules()]
+        self.places = _places(model)
+        self.autocast = _autocast()
+        self.gradients = torch.is_grad_enabled()
+        self.calls = 0
+        self.static: dict[Tensor, int] | None = None
+        """The addresses of the parameters' gradients in the graph, after the first backward."""
+
+    def __call__(self, inputs, keywords):
+        tensors = {f"inputs[{i}]": t for i, t in enumerate(inputs)} | keywords
+        self._check_inputs(tensors)
+        self._check_state()
+        self.calls += 1
+        outputs = self.replay(*(tensors[name] for name in self.samples))
+        leaves, form = tree_flatten(outputs)
+        return tree_unflatten(_Own.apply(self, *leaves), form)
+
+    def _check_inputs(self, tensors: dict[str, Tensor]) -> None:
+        if tensors.keys() != self.samples.keys():
+            expected, got = (", ".join(names) or "nothing" for names in (self.samples, tensors))
+            raise TypeError(f"graphed: expected {expected} as captured, got {got}")
+        for name, sample in self.samples.items():
+            t = tensors[name]
+            if not isinstance(t, Tensor):
+                raise TypeError(f"graphed: {name}: expected a tensor, got {type(t).__name__}")
+            for what in ("shape", "dtype", "device"):
+                expected, got = getattr(sample, what), getattr(t, what)
+                if expected != got:
+                    if what == "shape":
+                        expected, got = list(expected), list(got)
+                    raise RuntimeError(
+                        f"graphed: {name}: expected {what} {expected} as captured, got {got}; "
+                        "call .module without a graph, or capture again"
+                    )
+            if t.requires_grad and not sample.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"graphed: {name}: expected no requires_grad as captured, got a tensor that "
+                    "needs a gradient; capture with one that does"
+                )
+
+    def _check_state(self) -> None:
+        if autocast := _difference(self.autocast, _autocast()):
+            raise RuntimeError(f"graphed: expected {autocast}; capture again under this autocast")
+        learns = torch.is_grad_enabled() and not self.gradients
+        for place in self.places:
+            if place.moved():
+                raise RuntimeError(
+                    f"graphed: {place.name}: expected the tensor that was captured, got another "
+                    "or moved one; call .to() and the like before the capture"
+                )
+            if place.tensor.requires_grad and (learns or not place.requires_grad):
+                raise RuntimeError(
+                    f"graphed: {place.name}: needs a gradient, but was captured without; "
+                    "capture again with gradients, or call under torch.no_grad()"
+                )
+        for module, training in self.modes:
+            if module.training != training:
+                raise RuntimeError(
+                    f"graphed: a {type(module).__name__} in the model is in "
+                    f"{'eval' if training else 'train'} mode, which it was not at the capture; "
+                    "capture again"
+                )
+
+    def before_backward(self, call: int) -> None:
+        if call != self.calls:
+            raise RuntimeError(
+                "graphed: this is the backward of a call whose memory a later call has "
+                "overwritten; call backward before the model is called again"
+            )
+        parameters = [place.tensor for place in self.places if place.requires_grad]
+        if self.static is None:
+            self.static = {}
+            for p in parameters:
+                if p.requires_grad:
+                    _once(p, self.static)
+        # Autograd takes the graph's memory as .grad where there was none. The replay would
+        # overwrite it before it is added to, so that accumulated gradients would be wrong.
+        for p in parameters:
+            if p.grad is not None and p.grad.data_ptr() == self.static.get(p):
+                p.grad = p.grad.clone()
+
+
+def _once(p: Tensor, addresses: dict[Tensor, int]) -> None:
+    """Keeps the address of the next gradient of a parameter."""
+
+    def keep(gradient):
+        addresses[p] = gradient.data_ptr()
+        handle.remove()
+
+    handle = p.register_hook(keep)
+
+
+class _Own(torch.autograd.Function):
+    """Gives the caller tensors of its own, and looks at the state before backward is replayed."""
+
+    @staticmethod
+    def forward(ctx, capture, *outputs):
+        ctx.capture, ctx.call = capture, capture.calls
+        own = tuple(t.clone() for t in outputs)
+        ctx.mark_non_differentiable(
+            *(t for t, output in zip(own, outputs, strict=True) if not output.requires_grad)
+        )
+        return own
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        ctx.capture.before_backward(ctx.call)
+        return None, *gradients
+
+
+class _Call(torch.nn.Module):
+    """The model with positional arguments only, as torch's graphs take them."""
+
+    def __init__(self, module: torch.nn.Module, names: tuple[str, ...]):
+        super().__init__()
+        self.module, self.names = module, names
+
+    def forward(self, *tensors):
+        count = len(tensors) - len(self.names)
+        keywords = dict(zip(self.names, tensors[count:], strict=True))
+        return self.module(*tensors[:count], **keywords)
+
+
+def _check_arguments(model, inputs, keywords) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"graphed: model: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "graphed: model: got a DistributedDataParallel; capture first, then wrap the result: "
+            "DistributedDataParallel(graphed(model, ...))"
+        )
+    if not inputs and not keywords:
+        raise TypeError("graphed: expected the inputs of a call after the model, got none")
+    for name, t in [*((f"inputs[{i}]", t) for i, t in enumerate(inputs)), *keywords.items()]:
+        if not isinstance(t, Tensor):
+            raise TypeError(
+                f"graphed: {name}: expected a tensor, got {type(t).__name__}; give other values "
+                "to the model before the capture"
+            )
+
+
+def _require_cuda(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
+    held = {place.name: place.tensor for place in _places(model)}
+    first = None
+    for name, t in (tensors | held).items():
+        if t.device.type != "cuda":
+            raise RuntimeError(
+                f"graphed: expected CUDA tensors, got {t.device} ({name}); CUDA graphs need a GPU: "
+                "move the model and its inputs there, or call the model without a graph"
+            )
+        first = first or (name, t.device)
+        if t.device != first[1]:
+            raise RuntimeError(
+                f"graphed: expected all tensors on one device, got {first[0]} on {first[1]} and "
+                f"{name} on {t.device}"
+            )
+
+
+def _places(model: torch.nn.Module) -> list[_Place]:
+    found = []
+    for name, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for key, t in held.items():
+                if t is not None:
+                    full = f"{name}.{key}" if name else key
+                    found.append(_Place(full, held, key, t, t.data_ptr(), t.requires_grad))
+    return found
+
+
+def _autocast() -> tuple[bool, torch.dtype | None]:
+    on = torch.is_autocast_enabled("cuda")
+    return on, torch.get_autocast_dtype("cuda") if on else None
+
+
+def _difference(captured, now) -> str:
+    """Says what autocast was and is; empty where both are the same."""
+    if captured == now:
+        return ""
+    was, is_ = (f"autocast to {dtype}" if on else "no autocast" for on, dtype in (captured, now))
+    return f"{was} as captured, got {is_}"
+
+
+@contextlib.contextmanager
+def _as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """In a `with` block, calls change no buffer and no random-number state for good."""
+    places = _places(model)
+    buffers = [place for place in places if not isinstance(place.tensor, torch.nn.Parameter)]
+    before = [place.tensor.clone() for place in buffers]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+        for place in places:
+            if place.moved():
+                raise RuntimeError(
+                    f"graphed: {place.name}: the model's forward replaces this tensor; a graph "
+                    "can only change it in place"
+                )
+    finally:
+        with torch.no_grad():
+            for place, t in zip(buffers, before, strict=True):
+                place.held[place.key] = place.tensor
+                place.tensor.copy_(t)
+
+
+def _capture(call: _Call, samples: list[Tensor]):
+    """The replay of a call: a function of tensors like the samples."""
+    device = samples[0].device
+    with torch.cuda.device(device), contextlib.ExitStack() as stack:
+        on, dtype = _autocast()
+        if on:  # casts that are kept between calls would lie outside of the graph
+            stack.enter_context(torch.autocast("cuda", dtype, cache_enabled=False))
+        _warm_up(call, samples)
+        try:
+            return torch.cuda.make_graphed_callables(
+                call, tuple(samples), num_warmup_iters=1, allow_unused_input=True
+            )
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            raise RuntimeError(
+                "graphed: the model does something that a CUDA graph cannot capture, such as "
+                "waiting for the GPU, using CPU tensors or another stream; remove it, or graph "
+                f"only a part: {str(error).strip().splitlines()[0]}"
+            ) from error
+
+
+def _warm_up(call: _Call, samples: list[Tensor]) -> None:
+    """Steps as in training, on a stream of their own. The last one may not wait for the GPU."""
+    wanted = [t for t in (*samples, *call.parameters()) if t.requires_grad]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(_WARM_UP):
+            with _waiting_is_an_error() if i == _WARM_UP - 1 else contextlib.nullcontext():
+                outputs = [t for t in tree_leaves(call(*samples)) if t.requires_grad]
+                if outputs:
+                    slopes = [torch.ones_like(t) for t in outputs]
+                    torch.autograd.grad(outputs, wanted, slopes, allow_unused=True)
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextlib.contextmanager
+def _waiting_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "graphed: the model waits for the GPU, which a graph cannot capture; the traceback "
+            "above shows where: remove .item(), .cpu(), .nonzero(), boolean indexing and prints "
+            "of tensors, or graph only a part"
+        ) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
