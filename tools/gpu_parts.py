@@ -31,6 +31,11 @@ FAMILIES = {
     "linear": Family(("linear", "mlp", "gemm"), ("linear_act", "mlp")),
     "autoencoder": Family(("autoencoder",), ("autoencoder",), uses=("linear",)),
     "batch_norm": Family(("batch_norm",), ("batch_norm_act",)),
+    "linet": Family(
+        ("linet", "li_conv", "li_batch_norm", "li_blocks", "li_resnet", "im2col"),
+        (),
+        uses=("batch_norm", "linear"),
+    ),
 }
 FUZZED = ("squeeze_excite", "linear_act", "mlp", "autoencoder", "batch_norm_act")
 FUZZ_CALLS = 300

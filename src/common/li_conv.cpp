@@ -130,8 +130,8 @@ LiConvSizes check_inputs(const Call& call, const Kind& kind) {
   s.q = convolved(s.w, s.r, call.stride, call.padding);
   check(first_layer ||
             (s.p == convolved(s.h, 1, call.stride, 0) && s.q == convolved(s.w, 1, call.stride, 0)),
-        "m: every stride-th pixel of [", s.h, ", ", s.w, "] does not give the convolution's [", s.p,
-        ", ", s.q, "]; expected padding of half the kernel");
+        "padding: expected ", (s.r - 1) / 2, " for a kernel of ", s.r, " beside m, got ",
+        call.padding);
   return s;
 }
 

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 import autoencoder_reference
 import linear_reference
 import reference
-from fusewise.functional import linear_act, mlp, squeeze_excite
+from fusewise.functional import li_conv, linear_act, mlp, squeeze_excite
 from fusewise.models._autoencoder import autoencoder
 
 
@@ -49,6 +49,24 @@ def stack(i=None, **changes):
             for name, tensor in changes.items()
         }
     return mlp, named, changes
+
+
+def streams(i=None, first=False, **changes):
+    """With a change in stream i."""
+    named = {
+        "x": [zeros(2, 3, 5, 4), zeros(2, 1, 5, 4)] if first else zeros(3, 2, 6, 5, 4),
+        "weights": [zeros(4, 3 if first else 6, 3, 3), zeros(4, 1 if first else 6, 3, 3)],
+        "mix": [zeros(4, 4), zeros(4, 4, 1, 1)],
+        "previous": None if first else zeros(4, 6),
+        "stride": 2,
+        "padding": 1,
+    }
+    if i is not None:
+        changes = {
+            name: [*named[name][:i], tensor, *named[name][i + 1 :]]
+            for name, tensor in changes.items()
+        }
+    return li_conv, named, changes
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -117,6 +135,46 @@ MISTAKES = {
     ),
     "layer 1: b: expected [4], got [5]": lambda: stack(1, biases=zeros(5)),
     f"final_activation: expected {ACTIVATIONS}, got 'tanh'": lambda: stack(final_activation="tanh"),
+    "x: expected 2 images, one per stream, got 1": lambda: streams(
+        first=True, x=[zeros(2, 3, 5, 4)]
+    ),
+    "x: expected one tensor [3, N, C, H, W] beside previous, got 2": lambda: streams(
+        x=[zeros(2, 6, 5, 4)] * 2
+    ),
+    "x: expected [3, N, C, H, W], got [2, 2, 6, 5, 4]": lambda: streams(x=zeros(2, 2, 6, 5, 4)),
+    "stream 1: x: expected [N, C, H, W], got [2, 1, 5]": lambda: streams(
+        1, first=True, x=zeros(2, 1, 5)
+    ),
+    "stream 0: x: expected [N, C, H, W] with C, H and W >= 1, got [2, 3, 0, 4]": lambda: streams(
+        0, first=True, x=zeros(2, 3, 0, 4)
+    ),
+    "stream 1: x: expected [2, C, 5, 4], as stream 0, got [2, 1, 5, 3]": lambda: streams(
+        1, first=True, x=zeros(2, 1, 5, 3)
+    ),
+    "stream 1: x: expected x's dtype float32, got float64": lambda: streams(
+        1, first=True, x=zeros(2, 1, 5, 4, dtype=torch.double)
+    ),
+    "stream 0: w: expected [K, 6, R, R], got [4, 6, 3, 1]": lambda: streams(
+        0, weights=zeros(4, 6, 3, 1)
+    ),
+    "stream 1: w: expected [4, 6, 3, 3], got [5, 6, 3, 3]": lambda: streams(
+        1, weights=zeros(5, 6, 3, 3)
+    ),
+    "stream 1: w: expected a floating dtype, got int64": lambda: streams(
+        1, weights=zeros(4, 6, 3, 3, dtype=torch.int64)
+    ),
+    "stream 0: mix: expected [D, 4], got [4, 3]": lambda: streams(0, mix=zeros(4, 3)),
+    "stream 1: mix: expected [4, 4], got [3, 4]": lambda: streams(1, mix=zeros(3, 4)),
+    "stream 0: mix: expected [4, 4], because all streams are packed into one tensor, got [5, 4]": (
+        lambda: streams(mix=[zeros(5, 4)] * 2, previous=zeros(5, 6))
+    ),
+    "previous: expected [4, 6], got [4, 5]": lambda: streams(previous=zeros(4, 5)),
+    "stride: expected at least 1, got 0": lambda: streams(stride=0),
+    "padding: expected at least 0, got -1": lambda: streams(padding=-1),
+    "padding: expected 1 for a kernel of 3 beside m, got 0": lambda: streams(padding=0),
+    "x: expected H and W >= 5 for a kernel of 5 with padding 0, got [2, 6, 5, 4]": (
+        lambda: streams(weights=[zeros(4, 6, 5, 5)] * 2, padding=0)
+    ),
     "x: expected [N, 18] or [N, 3, 6], got [2, 17]": lambda: model(x=zeros(2, 17)),
     "x: expected [N, 18] or [N, 3, 6], got [2, 6, 3]": lambda: model(x=zeros(2, 6, 3)),
     "x: expected a floating dtype, got bool": lambda: model(x=zeros(2, 18, dtype=torch.bool)),

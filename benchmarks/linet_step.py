@@ -1,0 +1,150 @@
+"""Measures a training step, or inference, of li_resnet18 against the same model in plain PyTorch.
+
+    .venv/bin/python benchmarks/linet_step.py --device cpu --batch 4 --size 128 160
+
+The plain model is that of the tests, with a list of streams, in NCHW and in NHWC. All models have
+the same weights, and their outputs are compared before anything is timed. Rounds are interleaved.
+On a GPU: wall time, GPU time of the whole step as a CUDA graph, kernels and peak memory.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "python"))
+
+import linet_reference  # noqa: E402
+from fusewise import models  # noqa: E402
+from fusewise.bench import environment  # noqa: E402
+from fusewise.bench.measure import (  # noqa: E402
+    GraphTimer,
+    LoopTimer,
+    interleave,
+    keep_memory,
+    peak_bytes,
+)
+from fusewise.bench.statistics import ratio_of_sums, summary  # noqa: E402
+
+CHANNELS = (3, 1, 1)
+BUFFERS = 2  # batches in turn
+
+
+class Contender:
+    """A model with its batches, and the call that is timed."""
+
+    def __init__(self, model, batches, options):
+        self.model = torch.compile(model) if options.compile else model
+        self.batches, self.options = batches, options
+        self.autocast = {"device_type": options.device, "dtype": getattr(torch, options.dtype)}
+        self.autocast["enabled"] = options.dtype != "float32"
+
+    def __call__(self, i: int):
+        if self.options.inference:
+            with torch.no_grad(), torch.autocast(**self.autocast):
+                return self.model(*self.batches[i])
+        for p in self.model.parameters():
+            p.grad = None
+        with torch.autocast(**self.autocast):
+            y = self.model(*self.batches[i])
+        y.float().square().mean().backward()
+        return y
+
+
+def contenders(options) -> dict[str, Contender]:
+    torch.manual_seed(0)
+    shape = (options.batch, *options.size)
+    batches = [
+        [torch.randn(shape[0], c, *shape[1:], device=options.device) for c in CHANNELS]
+        for _ in range(BUFFERS)
+    ]
+    nhwc = [[x.contiguous(memory_format=torch.channels_last) for x in batch] for batch in batches]
+    ours = models.li_resnet18(CHANNELS, num_classes=19, device=options.device)
+    plain = linet_reference.li_resnet18(CHANNELS, 19, 1.0).to(options.device)
+    plain.load_state_dict(ours.state_dict())
+    plain_nhwc = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    found = {
+        "fusewise": Contender(ours, nhwc, options),
+        "list, NCHW": Contender(plain, batches, options),
+        "list, NHWC": Contender(plain_nhwc, nhwc, options),
+    }
+    for contender in found.values():
+        contender.model.train(not options.inference)
+    return found
+
+
+def verify(found: dict[str, Contender]) -> None:
+    """The models must agree, as far as their dtype lets them."""
+    first, *others = ((name, contender(0).double()) for name, contender in found.items())
+    for name, y in others:
+        error = (y - first[1]).norm() / y.norm()
+        if not error < 0.05:
+            raise SystemExit(f"{first[0]} and {name} differ by {error:.2g}: nothing was measured")
+
+
+def measure(found: dict[str, Contender], options) -> dict:
+    timers = {
+        (name, "wall"): LoopTimer(contender, BUFFERS, options.device)
+        for name, contender in found.items()
+    }
+    facts: dict[str, dict] = {name: {} for name in found}
+    if options.device == "cuda":
+        for name, contender in found.items():
+            facts[name]["peak_bytes"] = peak_bytes(contender)
+            timer = timers[name, "gpu"] = GraphTimer(contender, BUFFERS)
+            facts[name]["kernels"] = timer.kernels()
+    samples = interleave(timers, options.rounds, options.seconds)
+    for (name, clock), times in samples.items():
+        facts[name][clock] = summary(times)
+        if name != "fusewise":
+            ratio = ratio_of_sums([(1, times, samples["fusewise", clock])])
+            facts[name][f"{clock}_against_fusewise"] = ratio.as_dict()
+    return facts
+
+
+def show(facts: dict[str, dict]) -> None:
+    for name, row in facts.items():
+        texts = [f"{name:12}"]
+        for clock in ("wall", "gpu"):
+            if clock not in row:
+                continue
+            texts.append(f"{clock} {row[clock]['median'] / 1e3:9.2f} ms")
+            if against := row.get(f"{clock}_against_fusewise"):
+                low, high = against["interval"]
+                texts.append(f"{against['ratio']:.2f} ({low:.2f} to {high:.2f}) x fusewise's time")
+        if "kernels" in row:
+            texts.append(f"{row['kernels']} kernels, peak {row['peak_bytes'] / 1e9:.2f} GB")
+        print("  ".join(texts))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--size", type=int, nargs=2, default=(416, 544), metavar=("H", "W"))
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    parser.add_argument("--inference", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="every model by torch.compile")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=30.0, help="at most, for each model")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON with all samples")
+    options = parser.parse_args()
+    keep_memory()
+    found = contenders(options)
+    verify(found)
+    facts = measure(found, options)
+    show(facts)
+    if options.out:
+        described = environment.describe(options.device)
+        given = {name: value for name, value in vars(options).items() if name != "out"}
+        document = {"environment": described, "options": given, "models": facts}
+        options.out.write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()
