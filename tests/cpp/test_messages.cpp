@@ -56,5 +56,24 @@ TEST(Messages, Autoencoder) {
             "encoder_weight: expected [S, M], got [5]");
 }
 
+TEST(Messages, LiConv) {
+  LiConvStream streams[2];
+  for (LiConvStream& stream : streams) {
+    stream.x = zeros({2, 6, 5, 4});
+    stream.w = zeros({4, 6, 3, 3});
+    stream.mix = zeros({4, 4});
+  }
+  LiConvForward call;
+  call.streams = streams;
+  call.padding = 1;
+  streams[1].w = zeros({5, 6, 3, 3});
+  EXPECT_EQ(message_of([&] { li_conv(Context{}, call); }),
+            "stream 1: w: expected [4, 6, 3, 3], got [5, 6, 3, 3]");
+  streams[1].w = streams[0].w;
+  streams[1].mix = zeros({3, 4});
+  EXPECT_EQ(message_of([&] { li_conv(Context{}, call); }),
+            "stream 1: mix: expected [4, 4], got [3, 4]");
+}
+
 }  // namespace
 }  // namespace fusewise::testing

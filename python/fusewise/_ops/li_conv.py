@@ -132,10 +132,7 @@ def _convolved(image, r, stride, padding, has_m):
         )
     p, q = ((size + 2 * padding - r) // stride + 1 for size in (h, w))
     if has_m and r != 2 * padding + 1 and (p, q) != ((h - 1) // stride + 1, (w - 1) // stride + 1):
-        _refuse(
-            f"m: every stride-th pixel of [{h}, {w}] does not give the convolution's [{p}, {q}]; "
-            "expected padding of half the kernel"
-        )
+        _refuse(f"padding: expected {(r - 1) // 2} for a kernel of {r} beside m, got {padding}")
     return p, q
 
 
