@@ -49,11 +49,31 @@ class TorchConvolution : public Convolution {
     }
     const Tensor found[] = {Tensor(results[0]), Tensor(results[1]), Tensor(results[2])};
     if (dx.defined()) copy(found[0], tensor_of(dx));
-    if (dw.defined()) copy(found[1], tensor_of(dw));
+    if (!dw.defined()) return;
+    copy(found[1], tensor_of(dw));
+    for (const int d : {2, 3}) clear_unread_taps(dw, d, x.sizes[d], dy.sizes[d], stride, padding);
   }
 
  private:
   static constexpr std::int64_t kOnes[] = {1, 1}, kZeros[] = {0, 0};
+
+  /// oneDNN does not write the bf16 gradients of taps that read nothing but padding (seen with
+  /// torch 2.11, stride 2 and images of one column). They are 0. `d`: rows or columns.
+  static void clear_unread_taps(const TensorView& dw, int d, std::int64_t size,
+                                std::int64_t results, std::int64_t stride, std::int64_t padding) {
+    for (std::int64_t tap = 0; tap < dw.sizes[d]; ++tap) {
+      bool read = false;
+      for (std::int64_t i = 0; i < results && !read; ++i) {
+        const std::int64_t at = i * stride - padding + tap;
+        read = at >= 0 && at < size;
+      }
+      if (read) continue;
+      TensorView unread = dw;
+      unread.data = static_cast<char*>(dw.data) + tap * dw.strides[d] * size_of(dw.dtype);
+      unread.sizes[d] = 1;
+      TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(tensor_of(unread).get()));
+    }
+  }
 
   [[noreturn]] static void fail_in(const char* name, Device device, const TensorView& result) {
     fail_as_torch(name, device, result.numel() * size_of(result.dtype));

@@ -105,8 +105,8 @@ LiConvSizes check_inputs(const Call& call, const Kind& kind) {
               "], got ", mix);
         s.d = mix.sizes[0];
       }
-      check(is_dense(mix), "mix: expected a dense tensor");
       check(has_sizes(mix, {s.d, s.k}), "mix: expected [", s.d, ", ", s.k, "], got ", mix);
+      check(is_dense(mix), "mix: expected a dense tensor");
     });
   }
   const bool first_layer = !call.m.defined();
@@ -119,9 +119,9 @@ LiConvSizes check_inputs(const Call& call, const Kind& kind) {
           "m: expected [", s.n, ", E, ", s.h, ", ", s.w, "], got ", m);
     s.e = m.sizes[1];
     kind.check_tensor("previous", call.previous);
-    check(is_dense(call.previous), "previous: expected a dense tensor");
     check(has_sizes(call.previous, {s.d, s.e}), "previous: expected [", s.d, ", ", s.e, "], got ",
           call.previous);
+    check(is_dense(call.previous), "previous: expected a dense tensor");
   }
   const std::int64_t least = std::max<std::int64_t>(1, s.r - 2 * call.padding);
   check(s.h >= least && s.w >= least, "x: expected H and W >= ", least, " for a kernel of ", s.r,
