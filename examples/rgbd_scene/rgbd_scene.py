@@ -1,9 +1,9 @@
 """Trains a LINet on aligned RGB, depth and orthogonal images of scenes.
 
-    python rgbd_scene.py                                   # synthetic scenes
-    python rgbd_scene.py --data DIR --size 224 --width 1   # your own images
-    torchrun --nproc-per-node 4 rgbd_scene.py --data DIR   # a process per GPU
-    python rgbd_scene.py --resume                          # goes on with checkpoint.pt
+    python rgbd_scene.py                                # synthetic scenes, a small model
+    python rgbd_scene.py --data DIR --size 224 --width 1 --epochs 60
+    torchrun --nproc-per-node 4 rgbd_scene.py ...       # a process per GPU
+    python rgbd_scene.py ... --resume                   # goes on with checkpoint.pt
 
 DIR has the images as {train,test}/CLASS/{rgb,depth,orthogonal}/NAME.png.
 After the training it prints the accuracy on the test images, of a linear classifier on each stream
@@ -58,12 +58,14 @@ def parse(arguments):
     parser.add_argument("--data", type=Path, help="folder of images; default: synthetic scenes")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for the results")
     parser.add_argument("--resume", action="store_true", help="go on with checkpoint.pt in --out")
-    parser.add_argument("--epochs", type=number(int, 1, 10**6), default=10)
+    parser.add_argument("--epochs", type=number(int, 1, 10**6), default=5)
     parser.add_argument(
         "--batch", type=number(int, 2, 10**6), default=32, help="samples per process"
     )
-    parser.add_argument("--size", type=number(int, 32, 4096), default=48, help="sides of an image")
-    parser.add_argument("--width", type=number(float, 1 / 64, 8), default=0.25, help="of the model")
+    parser.add_argument("--size", type=number(int, 32, 4096), default=32, help="sides of an image")
+    parser.add_argument(
+        "--width", type=number(float, 1 / 64, 8), default=0.125, help="of the model"
+    )
     parser.add_argument("--lr", type=number(float, 1e-9, 10), default=4e-3)
     parser.add_argument(
         "--blank",
@@ -83,6 +85,8 @@ def parse(arguments):
     parser.add_argument("--workers", type=number(int, 0, 1024), default=0, help="that read images")
     parser.add_argument("--seed", type=number(int, 0, 2**32), default=0)
     options = parser.parse_args(arguments)
+    if options.width * 64 % 1:
+        parser.error(f"--width: expected a multiple of 1/64, got {options.width}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU")
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

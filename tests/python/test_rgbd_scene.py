@@ -220,6 +220,7 @@ def test_an_output_folder_that_cannot_be_made(tmp_path):
         (["--epochs", "0"], "--epochs: expected 1 to 1000000, got 0"),
         (["--size", "31"], "--size: expected 32 to 4096, got 31"),
         (["--width", "nan"], "--width: expected 0.015625 to 8, got nan"),
+        (["--width", "0.3"], "--width: expected a multiple of 1/64, got 0.3"),
         (["--blank", "1"], "--blank: expected 0 to 0.9, got 1"),
         (["--batch", "two"], "--batch: invalid int value: 'two'"),
         (["--seed", "-1"], "--seed: expected 0 to"),
