@@ -87,8 +87,9 @@ def _parser() -> _Parser:
         help="eager, compile, naive, or a baseline of a family; may be repeated (default: all)",
     )  # fmt: skip
     bench.add_argument(
-        "--filter", metavar="TEXT", help="only cases whose name contains or matches TEXT"
-    )
+        "--filter", metavar="TEXT",
+        help="only cases whose name contains or matches TEXT; a|b takes either",
+    )  # fmt: skip
     out(bench, "bench-results", "results.json, summary.md, report.html and the plots")
 
     compare = command("compare", _compare, "compare two results.json: what became better or worse")

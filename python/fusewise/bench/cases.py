@@ -20,6 +20,11 @@ def select(family: str, device: str, size: str, pattern: str | None = None) -> l
     return read(folder / f"{family}.json", device, size, pattern)
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Whether the name contains or matches one of the alternatives `a|b`."""
+    return any(part in name or fnmatch(name, part) for part in pattern.split("|"))
+
+
 def read(path: Path, device: str, size: str, pattern: str | None = None) -> list[Case]:
     """The same from any cases file. A file without sets is one set."""
     try:
@@ -44,7 +49,7 @@ def read(path: Path, device: str, size: str, pattern: str | None = None) -> list
         case
         for case in found
         if any(fnmatch(case.name, glob) for glob in wanted)
-        and (pattern is None or pattern in case.name or fnmatch(case.name, pattern))
+        and (pattern is None or matches(case.name, pattern))
     ]
 
 
