@@ -34,6 +34,8 @@ FAMILIES = {
 }
 FUZZED = ("squeeze_excite", "linear_act", "mlp", "autoencoder", "batch_norm_act")
 FUZZ_CALLS = 300
+ZOO = "squeeze_excite"  # the family with a sweep over common models
+ZOO_MINUTES = 7  # its pieces; the rest of a part's time is for compiling and the report
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Part:
     sources: Callable[[], Iterable[Path]]
     shares_gpu: bool = False
     """Whether its jobs share the GPU through NVIDIA's multi-process service (MPS)."""
+    resumes: bool = False
+    """Whether a run goes on with the results of the last one, which was incomplete."""
 
 
 def owner(path: Path) -> str | None:
@@ -180,10 +184,16 @@ def own_hazards(log: str) -> str:
     return f"hazards in {', '.join(own)}" if own else ""
 
 
-def bench_jobs(names: tuple[str, ...], out: Path, arguments: str) -> list[Job]:
-    command = [sys.executable, "-m", "fusewise", "bench", *names, "--full", "--device", "cuda"]
+def bench_jobs(names: tuple[str, ...], size: tuple, out: Path, arguments: str) -> list[Job]:
+    command = [sys.executable, "-m", "fusewise", "bench", *names, *size, "--device", "cuda"]
     folder = (out / "bench").relative_to(ROOT)
-    return [Job("bench", [*command, *arguments.split(), "--out", folder])]
+    command += [*arguments.split(), "--out", folder]
+    return [Job("bench", command, problem=incomplete)]
+
+
+def incomplete(log: str) -> str:
+    """What a sweep says that stopped before its end; the next run of the part goes on."""
+    return "\n".join(re.findall(r"^INCOMPLETE: .*", log, re.MULTILINE))
 
 
 def fuzz_jobs(out: Path, _: str) -> list[Job]:
@@ -219,9 +229,23 @@ def sanitizer_part(family: str) -> Part:
 def bench_part(family: str) -> Part:
     return Part(
         f"bench-{family}",
-        lambda out, arguments: bench_jobs(FAMILIES[family].bench, out, arguments),
-        lambda: of_family(family, files(*COMPILED, PACKAGE, "benchmarks")),
+        lambda out, arguments: bench_jobs(FAMILIES[family].bench, ("--full",), out, arguments),
+        lambda: bench_sources(family),
     )
+
+
+def zoo_part() -> Part:
+    size = ("--zoo", "--minutes", ZOO_MINUTES)
+    return Part(
+        f"bench-{ZOO}-zoo",
+        lambda out, arguments: bench_jobs(FAMILIES[ZOO].bench, size, out, arguments),
+        lambda: bench_sources(ZOO),
+        resumes=True,
+    )
+
+
+def bench_sources(family: str) -> list[Path]:
+    return of_family(family, files(*COMPILED, PACKAGE, "benchmarks"))
 
 
 def cpp_sources() -> list[Path]:
@@ -247,6 +271,7 @@ def all_parts() -> dict[str, Part]:
             shares_gpu=True,
         ),
         *(bench_part(family) for family in FAMILIES),
+        zoo_part(),
     ]
     return {part.name: part for part in parts}
 

@@ -1,5 +1,6 @@
 """The environment of a result: enough to repeat it, nothing that identifies a user or a host."""
 
+import hashlib
 import os
 import platform
 import shlex
@@ -12,11 +13,14 @@ import torch
 
 import fusewise
 
+from .cases import case_folder
+
 
 def describe(device: str) -> dict:
     found = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit() or "unknown",
+        "sources": sources(),
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
@@ -67,6 +71,21 @@ def commit() -> str | None:
         return None
     changed = _output("git", "-C", root, "status", "--porcelain", "--untracked-files=no")
     return f"{revision} with local changes" if changed else revision
+
+
+def sources() -> str:
+    """A digest of this package, compiled libraries and cases included.
+
+    It also tells trees without a commit, or with local changes, from each other.
+    """
+    package = Path(__file__).parents[1]
+    hashed = hashlib.sha256()
+    for folder in (package, case_folder()):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".so", ".json"):
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+                hashed.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
+    return hashed.hexdigest()[:16]
 
 
 def driver() -> str | None:
