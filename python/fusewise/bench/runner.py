@@ -25,6 +25,7 @@ from .yardsticks import Yardsticks
 _MOST_BUFFERS = 64
 _CPU_BUFFER_BYTES = 1 << 30
 _SAVE_SECONDS = 20
+_YARDSTICK_SECONDS = 5  # between samples of the yardsticks
 
 
 class Broken(Exception):
@@ -63,6 +64,8 @@ def run(options: Options, progress: Progress, folder: Path | None = None) -> dic
     except Exception as error:
         results["interrupted"] = True
         raise Broken(_ended(results, tasks)) from error
+    finally:
+        gc.unfreeze()
     return _ended(results, tasks)
 
 
@@ -95,18 +98,21 @@ def _run(
             progress.advance()
     what = f"measuring; {earlier} rows were measured before" if earlier else "measuring"
     progress.start(what, sum(len(modes(task)) for task in tasks))
-    save = time.monotonic() + _SAVE_SECONDS
+    save, sample = time.monotonic() + _SAVE_SECONDS, 0.0
     for task in tasks:
         with task.case.precision():
             for row in _measure(FAMILIES[task.case.family], task, device, progress):
                 _set_rows(results, [*results["rows"], row], yardsticks)
                 progress.row(row)
-        yardsticks.sample()
+        if time.monotonic() > sample:
+            yardsticks.sample()
+            sample = time.monotonic() + _YARDSTICK_SECONDS
         _set_rows(results, results["rows"], yardsticks)
         if saved and time.monotonic() > save:
             schema.write(results, saved)
             save = time.monotonic() + _SAVE_SECONDS
         gc.collect()
+        gc.freeze()  # the next collection only looks at what the next case makes
         if device == "cuda":
             torch.cuda.empty_cache()
         if options.minutes and time.monotonic() - begin > 60 * options.minutes:
