@@ -316,22 +316,28 @@ def test_rows_are_measured_again_where_something_changed(sweep, monkeypatch):
     assert measured(sweep("--filter", "block0-n1")) == second
 
 
-def test_the_digest_of_the_sources_notices_every_file(monkeypatch, tmp_path):
-    place = tmp_path / "fusewise" / "bench"
-    place.mkdir(parents=True)
-    monkeypatch.setattr(environment, "__file__", str(place / "environment.py"))
-    monkeypatch.setattr(environment, "case_folder", lambda: tmp_path / "cases")
-    names = ("fusewise/bench/runner.py", "fusewise/library.so", "cases/zoo.json")
-    seen = {environment.sources()}
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("first")
-        seen.add(environment.sources())
-        (tmp_path / name).write_text("second")
-        seen.add(environment.sources())
-    assert len(seen) == 1 + 2 * len(names)
-    (tmp_path / "fusewise" / "notes.txt").write_text("first")
-    assert environment.sources() in seen
+@pytest.mark.parametrize("in_tree", [True, False])
+def test_the_digest_of_the_sources_notices_what_is_measured(in_tree, monkeypatch, tmp_path):
+    package = tmp_path / "python" / "fusewise"
+    monkeypatch.setattr(environment, "__file__", str(package / "bench" / "environment.py"))
+    if in_tree:
+        (tmp_path / "include" / "fusewise").mkdir(parents=True)
+
+    def noticed(name):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digests = set()
+        for text in ("first", "second"):
+            path.write_text(text)
+            digests.add(environment.sources())
+        return len(digests) == 2
+
+    for name in ("src/cuda/kernel.cu", "bindings/torch/call.cpp", "benchmarks/cases/zoo.json"):
+        assert noticed(name) == in_tree
+    assert noticed("python/fusewise/bench/runner.py")
+    assert noticed("python/fusewise/_lib/library.so") != in_tree
+    assert not noticed("python/fusewise/__pycache__/runner.pyc")
+    assert not noticed("README.md")
 
 
 def test_a_case_that_was_measured_by_half_is_measured_again(sweep, monkeypatch):
@@ -489,6 +495,12 @@ def test_the_report_shows_means_by_model_and_every_loss(tmp_path):
     page = written["report.html"].read_text()
     assert first in page and second in page and "By model, GPU time" in page
     assert schema.read(written["results.json"])["models"] == results["models"]
+
+
+def test_a_terminal_shows_means_by_model_and_not_every_row():
+    parts = report.terminal(sweep_results([row({"one": 1}, 1, 2.0)]))
+    titles = [part.title.split(":")[0] for part in parts if not isinstance(part, str)]
+    assert titles[1:] == ["By model, GPU time", "By model, wall time"]
 
 
 def test_a_sweep_without_losses_says_so_for_held_out_blocks_too():

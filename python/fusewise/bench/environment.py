@@ -13,7 +13,7 @@ import torch
 
 import fusewise
 
-from .cases import case_folder
+_SOURCES = ("include", "src", "bindings", "cmake", "python/fusewise", "benchmarks")
 
 
 def describe(device: str) -> dict:
@@ -63,8 +63,7 @@ def commit() -> str | None:
     """The commit of this source tree; FUSEWISE_COMMIT overrides what git says."""
     if named := os.environ.get("FUSEWISE_COMMIT"):
         return named
-    root = Path(__file__).parents[3]
-    if not (root / "include" / "fusewise").is_dir():  # installed inside another repository
+    if (root := _source_tree()) is None:  # perhaps installed inside another repository
         return None
     revision = _output("git", "-C", root, "rev-parse", "--short=12", "HEAD")
     if revision is None:
@@ -73,18 +72,28 @@ def commit() -> str | None:
     return f"{revision} with local changes" if changed else revision
 
 
-def sources() -> str:
-    """A digest of this package, compiled libraries and cases included.
+def _source_tree() -> Path | None:
+    """The folder of the source tree; None if this package is installed."""
+    root = Path(__file__).parents[3]
+    return root if (root / "include" / "fusewise").is_dir() else None
 
-    It also tells trees without a commit, or with local changes, from each other.
+
+def sources() -> str:
+    """A digest of what is measured. It also tells trees without a commit, or with local changes,
+    from each other.
+
+    In a source tree it leaves the compiled libraries out: nvcc does not make the same bytes twice.
     """
-    package = Path(__file__).parents[1]
+    root, package = _source_tree(), Path(__file__).parents[1]
+    folders = [root / name for name in _SOURCES] if root else [package]
+    left = {"__pycache__", "_lib"} if root else {"__pycache__"}
     hashed = hashlib.sha256()
-    for folder in (package, case_folder()):
+    for folder in folders:
         for path in sorted(folder.rglob("*")):
-            if path.suffix in (".py", ".so", ".json"):
+            name = path.relative_to(folder)
+            if path.is_file() and not left & set(name.parts):
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
-                hashed.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
+                hashed.update(f"{name.as_posix()} {content}\n".encode())
     return hashed.hexdigest()[:16]
 
 
