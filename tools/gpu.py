@@ -8,6 +8,7 @@ Without parts it runs all of them and writes the summary. Every run first builds
 part that has passed with the same sources is skipped, unless --again is given. The result of a part
 is gpu-results/parts/PART.json. Its logs, and the benchmark's output, are in PART.tar.gz next to it.
 If a part fails, the failure is recorded and the next part runs; any failure makes the exit code 1.
+A sweep that takes longer than a part may has failed as incomplete; the part's next run goes on.
 Nothing is installed. The summary covers all result files in the folders, by default those in
 gpu-results/parts. It is meant for docs/results/.
 """
@@ -179,11 +180,12 @@ def run_jobs(part: Part, out: Path, arguments: str) -> tuple[list[Step], Tests]:
     return steps, tests
 
 
-def run_part(part: Part, arguments: str) -> Record:
+def run_part(part: Part, arguments: str, again: bool = False) -> Record:
     print(f"\n=== part {part.name}", flush=True)
     out = OUT / part.name
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    if again or not part.resumes:
+        shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     tests = Tests()
     if part.name == "build":
@@ -268,7 +270,7 @@ def run_parts(parts: list[Part], again: bool, arguments: str) -> bool:
             print(f"{part.name}: passed already for these sources; AGAIN=1 runs it again")
             continue
         with one_at_a_time() if part is builds else nullcontext():
-            record = run_part(part, arguments)
+            record = run_part(part, arguments, again)
         if part is not builds or not (current and record.passed):
             # A build that had nothing to do keeps the record, and the time, of the real build.
             record.write(OUT / "parts" / f"{part.name}.json")

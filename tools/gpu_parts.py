@@ -21,7 +21,7 @@ class Family:
     words: tuple[str, ...]
     """A file with one of these words in its path belongs to the family."""
     bench: tuple[str, ...]
-    """Its operators' names in `fusewise bench`."""
+    """Its operators' names in `fusewise bench`, if it has a benchmark there."""
     uses: tuple[str, ...] = ()
     """Families whose files its own sources include."""
 
@@ -39,6 +39,8 @@ FAMILIES = {
 }
 FUZZED = ("squeeze_excite", "linear_act", "mlp", "autoencoder", "batch_norm_act")
 FUZZ_CALLS = 300
+ZOO = "squeeze_excite"  # the family with a sweep over common models
+ZOO_MINUTES = 7  # its pieces; the rest of a part's time is for compiling and the report
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Part:
     sources: Callable[[], Iterable[Path]]
     shares_gpu: bool = False
     """Whether its jobs share the GPU through NVIDIA's multi-process service (MPS)."""
+    resumes: bool = False
+    """Whether a run goes on with the results of the last one, which was incomplete."""
 
 
 def owner(path: Path) -> str | None:
@@ -185,10 +189,21 @@ def own_hazards(log: str) -> str:
     return f"hazards in {', '.join(own)}" if own else ""
 
 
-def bench_jobs(names: tuple[str, ...], out: Path, arguments: str) -> list[Job]:
-    command = [sys.executable, "-m", "fusewise", "bench", *names, "--full", "--device", "cuda"]
+def bench_jobs(names: tuple[str, ...], size: tuple, out: Path, arguments: str) -> list[Job]:
+    command = [sys.executable, "-m", "fusewise", "bench", *names, *size, "--device", "cuda"]
     folder = (out / "bench").relative_to(ROOT)
-    return [Job("bench", [*command, *arguments.split(), "--out", folder])]
+    command += [*arguments.split(), "--out", folder]
+    return [Job("bench", command, problem=incomplete)]
+
+
+def incomplete(log: str) -> str:
+    """What a sweep says that stopped before its end; the next run of the part goes on."""
+    return "\n".join(re.findall(r"^INCOMPLETE: .*", log, re.MULTILINE))
+
+
+def linet_step_jobs(out: Path, _: str) -> list[Job]:
+    command = [sys.executable, "benchmarks/linet_step.py", "--device=cuda", "--dtype=float16"]
+    return [Job("bench", [*command, f"--out={out / 'linet_step.json'}"], found=r"(fusewise .*)")]
 
 
 def fuzz_jobs(out: Path, _: str) -> list[Job]:
@@ -224,9 +239,23 @@ def sanitizer_part(family: str) -> Part:
 def bench_part(family: str) -> Part:
     return Part(
         f"bench-{family}",
-        lambda out, arguments: bench_jobs(FAMILIES[family].bench, out, arguments),
-        lambda: of_family(family, files(*COMPILED, PACKAGE, "benchmarks")),
+        lambda out, arguments: bench_jobs(FAMILIES[family].bench, ("--full",), out, arguments),
+        lambda: bench_sources(family),
     )
+
+
+def zoo_part() -> Part:
+    size = ("--zoo", "--minutes", ZOO_MINUTES)
+    return Part(
+        f"bench-{ZOO}-zoo",
+        lambda out, arguments: bench_jobs(FAMILIES[ZOO].bench, size, out, arguments),
+        lambda: bench_sources(ZOO),
+        resumes=True,
+    )
+
+
+def bench_sources(family: str) -> list[Path]:
+    return of_family(family, files(*COMPILED, PACKAGE, "benchmarks"))
 
 
 def cpp_sources() -> list[Path]:
@@ -251,7 +280,13 @@ def all_parts() -> dict[str, Part]:
             lambda: [*operators(), *helpers("tests/python"), *files("tools/fuzz_calls.py")],
             shares_gpu=True,
         ),
-        *(bench_part(family) for family in FAMILIES),
+        *(bench_part(family) for family in FAMILIES if FAMILIES[family].bench),
+        Part(
+            "bench-linet",
+            linet_step_jobs,
+            lambda: [*operators("linet"), *files("benchmarks/linet_step.py")],
+        ),
+        zoo_part(),
     ]
     return {part.name: part for part in parts}
 

@@ -207,11 +207,48 @@ def batch_norm_calls() -> int:
     )
 
 
+def li_conv_call(shape, dtype, layout, stride, first) -> int:
+    """Three streams, with the integrated one or, in the first layer, without."""
+    n, channels, height, width, _ = shape
+    images = torch.randn(4, n, channels, height, width, device="cuda", dtype=dtype)
+    if layout == torch.channels_last:
+        images = images.movedim(2, -1).contiguous().movedim(-1, 2)
+    weights = [torch.randn(channels, channels, 3, 3, device="cuda", dtype=dtype) for _ in range(3)]
+    mix = [torch.randn(channels, channels, device="cuda", dtype=dtype) for _ in range(3)]
+    x = list(images[:3].unbind()) if first else images
+    previous = None if first else torch.randn(channels, channels, device="cuda", dtype=dtype)
+    learned = [*(x if first else [x]), *weights, *mix, *([] if first else [previous])]
+    for t in learned:
+        t.requires_grad_()
+
+    def call():
+        return fusewise.functional.li_conv(x, weights, mix, previous, stride=stride, padding=1)
+
+    forward, backward = fusewise.explain(call)
+    for name in forward.able:
+        with fusewise.implementation(li_conv=name, li_conv_backward=backward.able[0]):
+            y = call()
+            torch.autograd.grad(y, learned, torch.ones_like(y))
+    return len(forward.able)
+
+
+def li_conv_calls() -> int:
+    return sum(
+        li_conv_call(shape, dtype, layout, stride, first)
+        for shape in SHAPES
+        for dtype in (torch.float16, torch.float32)
+        for layout in LAYOUTS
+        for stride in (1, 2)
+        for first in (False, True)
+    )
+
+
 FAMILIES = {
     "squeeze_excite": squeeze_excite_calls,
     "linear": linear_act_calls,
     "autoencoder": autoencoder_calls,
     "batch_norm": batch_norm_calls,
+    "linet": li_conv_calls,
 }
 
 if __name__ == "__main__":

@@ -82,13 +82,22 @@ def _parser() -> _Parser:
         help="a few cases (the default)",
     )  # fmt: skip
     size.add_argument("--full", dest="size", action="store_const", const="full", help="all cases")
+    size.add_argument(
+        "--zoo", dest="size", action="store_const", const="zoo",
+        help="of squeeze_excite: every block of EfficientNet, MobileNetV3, RegNetY and SE-ResNet "
+        "(on a CPU a sample); goes on where a run with the same --out stopped",
+    )  # fmt: skip
+    bench.add_argument(
+        "--minutes", type=float, metavar="M", help="with --zoo: stop after M minutes"
+    )
     bench.add_argument(
         "--baseline", action="append", metavar="NAME",
         help="eager, compile, naive, or a baseline of a family; may be repeated (default: all)",
     )  # fmt: skip
     bench.add_argument(
-        "--filter", metavar="TEXT", help="only cases whose name contains or matches TEXT"
-    )
+        "--filter", metavar="TEXT",
+        help="only cases whose name contains or matches TEXT; a|b takes either",
+    )  # fmt: skip
     out(bench, "bench-results", "results.json, summary.md, report.html and the plots")
 
     compare = command("compare", _compare, "compare two results.json: what became better or worse")
@@ -158,13 +167,14 @@ def _bench(chosen: argparse.Namespace) -> int:
         cases=chosen.cases,
         dtype=chosen.dtype,
         layout=chosen.layout,
+        minutes=chosen.minutes,
         arguments=tuple(chosen.arguments),
     )
     bench.plan(options)  # report wrong options before creating a folder
     _make_writable(chosen.out)
     shown = progress.for_output()
     try:
-        results = bench.run(options, shown)
+        results = bench.run(options, shown, chosen.out if chosen.size == "zoo" else None)
     except bench.Broken as broken:
         shown.stop()
         if broken.results["rows"]:
@@ -184,6 +194,7 @@ def _bench(chosen: argparse.Namespace) -> int:
 
 def _overhead(chosen: argparse.Namespace) -> int:
     others = (chosen.cases, chosen.dtype, chosen.layout, chosen.baseline, chosen.filter)
+    others += (chosen.minutes,)
     if chosen.family != ["overhead"] or any(others) or chosen.size != "quick":
         raise UsageError("overhead: takes no other family and no option but --device and --out")
     from .bench import overhead

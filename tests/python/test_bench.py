@@ -45,6 +45,20 @@ def test_the_blocks_of_efficientnet_b4_are_32():
         assert {case.group for case in blocks} == {"efficientnet-b4"}
 
 
+@pytest.mark.parametrize(
+    "pattern, found",
+    [
+        ("b4-48x190", {"b4-48x190"}),
+        ("48x190|pixel", {"b4-48x190", "single-48x190", "pixel-512"}),
+        ("pixel-*|odd-?x*", {"pixel-512", "odd-3x33", "odd-1x17"}),
+        ("nothing|odd-65", {"odd-65x7"}),
+        ("nothing|none", set()),
+    ],
+)
+def test_a_filter_takes_what_a_name_contains_or_matches_and_alternatives(pattern, found):
+    assert {case.name for case in select("squeeze_excite", "cuda", "full", pattern)} == found
+
+
 def test_the_reference_is_what_autograd_gives():
     case = small_case()
     workload = FAMILY.build(case, "cpu", 1)

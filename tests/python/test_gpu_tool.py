@@ -1,5 +1,6 @@
 """`make gpu` in parts, with commands that need no GPU."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -135,6 +136,7 @@ def tree(tmp_path, monkeypatch):
         "python/fusewise/bench/runner.py",
         "python/fusewise/_lib/library.so",
         "benchmarks/cases/mlp.json",
+        "benchmarks/cases/squeeze_excite_zoo.json",
         "tests/conftest.py",
         "tests/cpp/test_mlp.cpp",
         "tests/python/reference.py",
@@ -181,6 +183,11 @@ def tree(tmp_path, monkeypatch):
         ("python/fusewise/bench/accuracy.py", {"tests-linear", "gpu-linear", "fuzz"}, {"cpp"}),
         ("python/fusewise/bench/runner.py", {"tests-rest", "bench-linear"}, {"tests-linear"}),
         ("benchmarks/cases/mlp.json", {"bench-linear"}, {"bench-squeeze_excite", "tests-linear"}),
+        (
+            "benchmarks/cases/squeeze_excite_zoo.json",
+            {"bench-squeeze_excite-zoo"},
+            {"bench-linear", "tests-squeeze_excite"},
+        ),
         ("tests/python/reference.py", {"tests-linear", "gpu-linear", "fuzz"}, {"bench-linear"}),
         ("tests/python/test_linear_act.py", {"tests-linear"}, {"gpu-linear", "tests-rest"}),
         ("tests/gpu/test_linear_act_cuda.py", {"gpu-linear"}, {"tests-linear"}),
@@ -228,8 +235,8 @@ def machine(tmp_path, monkeypatch):
     )
     parts = {}
 
-    def add(name, *jobs):
-        parts[name] = Part(name, lambda out, arguments: list(jobs), lambda: [source])
+    def add(name, *jobs, **options):
+        parts[name] = Part(name, lambda out, arguments: list(jobs), lambda: [source], **options)
 
     add("build")
     monkeypatch.setattr(gpu_parts, "all_parts", lambda: parts)
@@ -369,6 +376,32 @@ def test_a_filtered_benchmark_is_none_of_everything(machine):
     assert "passed, but only for --filter b4" in (gpu.OUT / "summary.md").read_text()
     assert gpu.main(["bench-one"]) == 0
     assert gpu.main(["--summary"]) == 0
+
+
+def test_an_incomplete_sweep_fails_and_its_next_run_goes_on(machine):
+    add, source = machine
+    text = "cd {}/one; ls >> list; if test -e rows; then echo done; else touch rows; echo '{}'; fi"
+    said = "INCOMPLETE: 3 cases are left"
+    job = shell("sweep", text.format(gpu.OUT, said))
+    job = dataclasses.replace(job, problem=gpu_parts.incomplete)
+    add("one", job, resumes=True)
+    assert gpu.main(["one"]) == 1
+    assert said in record("one")["failures"][0]["message"]
+    assert gpu.main(["one"]) == 0
+    assert "rows" in (gpu.OUT / "one" / "list").read_text()
+    assert gpu.main(["one", "--again"]) == 1  # from the start
+    add("one", job)
+    assert gpu.main(["one"]) == 1
+
+
+def test_the_sweep_over_models_stops_before_its_part_does():
+    part = gpu_parts.all_parts()["bench-squeeze_excite-zoo"]
+    assert part.resumes
+    (job,) = part.jobs(ROOT / "out", "")
+    command = " ".join(map(str, job.command))
+    assert "bench squeeze_excite --zoo --minutes 7 --device cuda --out out/bench" in command
+    assert 60 * gpu_parts.ZOO_MINUTES < gpu.SECONDS
+    assert job.problem("rows\nINCOMPLETE: 3 cases are left; go on\n") and not job.problem("rows\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")

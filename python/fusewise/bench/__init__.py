@@ -4,6 +4,7 @@ An operator family (`families/`) supplies a cases file, the functions to call an
 least time possible. Everything else here is shared by all families.
 """
 
-from .runner import Broken, Options, plan, run
+from .runner import Broken, run
+from .tasks import Options, plan
 
 __all__ = ["Broken", "Options", "plan", "run"]

@@ -16,8 +16,16 @@ _FOLDERS = (Path(__file__).parent / "cases", Path(__file__).parents[3] / "benchm
 
 def select(family: str, device: str, size: str, pattern: str | None = None) -> list[Case]:
     """The cases of one set whose name contains or matches `pattern`."""
-    folder = next(folder for folder in _FOLDERS if folder.is_dir())
-    return read(folder / f"{family}.json", device, size, pattern)
+    return read(case_folder() / f"{family}.json", device, size, pattern)
+
+
+def case_folder() -> Path:
+    return next(folder for folder in _FOLDERS if folder.is_dir())
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the name contains or matches one of the alternatives `a|b`."""
+    return any(part in name or fnmatch(name, part) for part in pattern.split("|"))
 
 
 def read(path: Path, device: str, size: str, pattern: str | None = None) -> list[Case]:
@@ -44,7 +52,7 @@ def read(path: Path, device: str, size: str, pattern: str | None = None) -> list
         case
         for case in found
         if any(fnmatch(case.name, glob) for glob in wanted)
-        and (pattern is None or pattern in case.name or fnmatch(case.name, pattern))
+        and (pattern is None or matches(case.name, pattern))
     ]
 
 
@@ -99,6 +107,9 @@ def _case(path: Path, text: str, start: int, family: str, entry: dict) -> Case:
     def positive(value) -> bool:
         return type(value) is int and value > 0
 
+    def counts(value) -> bool:
+        return isinstance(value, dict) and all(map(positive, value.values()))
+
     def one_of(known: tuple[str, ...]):
         return f"one of {', '.join(known)}", lambda value: value in known
 
@@ -116,6 +127,8 @@ def _case(path: Path, text: str, start: int, family: str, entry: dict) -> Case:
         "layout": one_of(tuple(LAYOUTS)),
         "group": ("a text", lambda value: isinstance(value, str)),
         "count": ("a positive number", positive),
+        "models": ("an object of positive numbers", counts),
+        "held_out": ("true or false", lambda value: isinstance(value, bool)),
         **{
             name: one_of(known) if known else ("a positive number", positive)
             for name, known in extra.items()
@@ -139,6 +152,8 @@ def _case(path: Path, text: str, start: int, family: str, entry: dict) -> Case:
         group=entry.get("group"),
         count=entry.get("count", 1),
         extra={name: entry[name] for name in extra if name in entry},
+        models=entry.get("models", {}),
+        held_out=entry.get("held_out", False),
     )
 
 

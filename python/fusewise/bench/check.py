@@ -9,7 +9,7 @@ from .cases import recast
 from .families import FAMILIES, Family
 from .families.family import BOTH, DTYPES, Case
 from .measure import Call
-from .runner import usable_device
+from .tasks import usable_device
 from .verify import Verification
 
 

@@ -30,7 +30,7 @@ def compare(old: dict, new: dict) -> dict:
         "changed": {
             key: (old["environment"].get(key), new["environment"].get(key))
             for key in old["environment"] | new["environment"]
-            if key not in ("date", "load", "commit")
+            if key not in ("date", "load", "commit", "sources")
             and old["environment"].get(key) != new["environment"].get(key)
         },
     }

@@ -1,5 +1,6 @@
 """The environment of a result: enough to repeat it, nothing that identifies a user or a host."""
 
+import hashlib
 import os
 import platform
 import shlex
@@ -12,11 +13,14 @@ import torch
 
 import fusewise
 
+_SOURCES = ("include", "src", "bindings", "cmake", "python/fusewise", "benchmarks")
+
 
 def describe(device: str) -> dict:
     found = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit() or "unknown",
+        "sources": sources(),
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
@@ -59,14 +63,38 @@ def commit() -> str | None:
     """The commit of this source tree; FUSEWISE_COMMIT overrides what git says."""
     if named := os.environ.get("FUSEWISE_COMMIT"):
         return named
-    root = Path(__file__).parents[3]
-    if not (root / "include" / "fusewise").is_dir():  # installed inside another repository
+    if (root := _source_tree()) is None:  # perhaps installed inside another repository
         return None
     revision = _output("git", "-C", root, "rev-parse", "--short=12", "HEAD")
     if revision is None:
         return None
     changed = _output("git", "-C", root, "status", "--porcelain", "--untracked-files=no")
     return f"{revision} with local changes" if changed else revision
+
+
+def _source_tree() -> Path | None:
+    """The folder of the source tree; None if this package is installed."""
+    root = Path(__file__).parents[3]
+    return root if (root / "include" / "fusewise").is_dir() else None
+
+
+def sources() -> str:
+    """A digest of what is measured. It also tells trees without a commit, or with local changes,
+    from each other.
+
+    In a source tree it leaves the compiled libraries out: nvcc does not make the same bytes twice.
+    """
+    root, package = _source_tree(), Path(__file__).parents[1]
+    folders = [root / name for name in _SOURCES] if root else [package]
+    left = {"__pycache__", "_lib"} if root else {"__pycache__"}
+    hashed = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder)
+            if path.is_file() and not left & set(name.parts):
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+                hashed.update(f"{name.as_posix()} {content}\n".encode())
+    return hashed.hexdigest()[:16]
 
 
 def driver() -> str | None:

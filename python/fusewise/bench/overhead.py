@@ -16,10 +16,11 @@ from .families import FAMILIES, Family
 from .families.family import MODES
 from .host import empty_call
 from .measure import HostTimer, interleave
-from .runner import ratios, usable_device
+from .runner import ratios
 from .schema import VERSION
 from .statistics import summary
 from .tables import median, us_text
+from .tasks import usable_device
 
 EMPTY = "empty"
 _ROUNDS, _BUDGET = 41, 1.0  # seconds for each timer

@@ -11,6 +11,7 @@ from .baselines import OURS  # noqa: E402
 from .tables import names  # noqa: E402
 from .verdict import CLOCKS  # noqa: E402
 
+_MOST_ROWS = 200
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _FINE_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4)
 # Distinguishable without colours too. A family's own baselines get the looks in _MORE.
@@ -24,9 +25,9 @@ _MORE = (("D", "#8e44ad"), ("v", "#b03a2e"), ("P", "#16808c"), ("<", "#6b5b2e"),
 
 
 def ratios(results: dict, family: str) -> list[Plot]:
-    """One plot, or none if nothing was measured."""
+    """One plot, or none if nothing was measured or the plot would be too long to read."""
     rows = _measured(results, family)
-    if not rows:
+    if not rows or len(rows) > _MOST_ROWS:
         return []
     caption = (
         "How many times faster ours is, with 95 % intervals; in the red part it is slower. Hollow "

@@ -1,13 +1,12 @@
 """Writes results to the terminal, as Markdown and as a web page. The only input is results.json."""
 
-import json
 import sys
 from collections import Counter
 from pathlib import Path
 
 from .. import report
 from ..report import Bars, Plot, Section, Table, Tile, markdown_table, write_page
-from . import verdict
+from . import schema, verdict
 from .baselines import OURS
 from .environment import busy_machine
 from .families import FAMILIES
@@ -16,6 +15,7 @@ from .tables import (
     interval_text,
     main_table,
     median,
+    model_tables,
     more_tables,
     names,
     ratio_text,
@@ -40,7 +40,7 @@ LEGEND = (
 def write(results: dict, folder: Path) -> list[Path]:
     """Writes results.json and summary.md; with matplotlib and jinja2 also plots and a page."""
     written = [folder / "results.json", folder / "summary.md"]
-    written[0].write_text(json.dumps(results, indent=1) + "\n")
+    schema.write(results, written[0])
     written[1].write_text(markdown(results))
     plotted = [f"{family}-{what}.png" for family in FAMILIES for what in ("ratios", "sizes")]
     for name in ("report.html", *plotted):
@@ -72,23 +72,27 @@ def show(results: dict) -> None:
 
 
 def terminal(results: dict) -> list[Table | str]:
-    found = [headline(results), "", *remarks(results), losses(results)]
-    found += [family_table(results, family) for family in verdict.families(results)]
-    return [*found, "", LEGEND.replace("*", "")]
+    found = [headline(results), "", *remarks(results), *all_losses(results)]
+    return [*found, *_tables(results), "", LEGEND.replace("*", "")]
 
 
 def markdown(results: dict) -> str:
     lines = ["# Benchmark", ""]
-    for part in (headline(results), *remarks(results), losses(results)):
+    for part in (headline(results), *remarks(results), *all_losses(results), *_tables(results)):
         lines += [part, ""] if isinstance(part, str) else markdown_table(part)
-    for family in verdict.families(results):
-        lines += markdown_table(family_table(results, family))
     lines += [LEGEND, ""]
     if declined := _declined(results):
         lines += markdown_table(declined)
     lines += ["## Environment", "", f"`{results['command']}`", ""]
     lines += [f"- {key}: {value}" for key, value in _facts(results).items()]
     return "\n".join([*lines, ""])
+
+
+def _tables(results: dict) -> list[Table]:
+    """A table of each family's rows; after a sweep, which has too many, means by model."""
+    if "models" in results:
+        return model_tables(results)
+    return [family_table(results, family) for family in verdict.families(results)]
 
 
 def one_line(row: dict) -> str:
@@ -131,6 +135,8 @@ def remarks(results: dict) -> list[str]:
     lines += _wrong_rivals(results)
     if results["interrupted"]:
         lines.append("INTERRUPTED: only the rows that were finished before")
+    if count := results.get("left"):
+        lines.append(f"INCOMPLETE: {count} cases are left; the same command goes on with them")
     if count := sum(map(verdict.only_a_graph_helps, results["rows"])):
         lines.append(
             f"In {count} of {len(results['rows'])} rows an empty operator takes more than half of "
@@ -158,10 +164,20 @@ def _wrong_rivals(results: dict) -> list[str]:
     return lines
 
 
-def losses(results: dict) -> Table | str:
+def all_losses(results: dict) -> list[Table | str]:
+    """The losses; those in held-out cases apart."""
+    apart = [row for row in results["rows"] if row.get("held_out")]
+    if not apart:
+        return [losses(results)]
+    others = [row for row in results["rows"] if not row.get("held_out")]
+    where = " among held-out blocks"
+    return [losses(results | {"rows": others}), losses(results | {"rows": apart}, where)]
+
+
+def losses(results: dict, where: str = "") -> Table | str:
     found = verdict.losses(results)
     if not found:
-        return "No losses: no rival is faster in any row."
+        return f"No losses{where}: no rival is faster in any row."
     rows = [
         [
             *names(loss.row),
@@ -172,7 +188,7 @@ def losses(results: dict) -> Table | str:
         for loss in found
     ]
     slow = len({id(loss.row) for loss in found})
-    title = f"Losses: in {slow} of {len(results['rows'])} rows a rival is faster"
+    title = f"Losses{where}: in {slow} of {len(results['rows'])} rows a rival is faster"
     header = ["case", "direction", "against", "times faster", "95 % interval"]
     return Table(title, header, rows, text_columns=3, keep=4)
 
@@ -212,7 +228,6 @@ def _machine(results: dict) -> str:
 def _write_page(
     results: dict, path: Path, ratios: dict[str, list[Plot]], sizes: dict[str, list[Plot]]
 ) -> None:
-    lost = losses(results)
     sections = [
         Section(
             "",
@@ -220,9 +235,13 @@ def _write_page(
             tiles=[_tile(score) for score in verdict.scores(results)],
             bars=_bars(results),
         ),
-        Section("", [lost], box="good")
-        if isinstance(lost, str)
-        else Section("", tables=[lost], box="bad"),
+        *(
+            Section("", [lost], box="good")
+            if isinstance(lost, str)
+            else Section("", tables=[lost], box="bad")
+            for lost in all_losses(results)
+        ),
+        Section("", tables=model_tables(results)),
     ]
     for family in verdict.families(results):
         table = main_table(results, family)

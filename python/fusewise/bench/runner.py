@@ -2,66 +2,30 @@
 
 import gc
 import math
-from dataclasses import dataclass, replace
+import time
 from pathlib import Path
 
 import torch
 
 import fusewise
 
-from .._usage import UsageError
-from . import environment, floor
-from .baselines import (
-    COMPILED,
-    OURS,
-    WALL_ONLY,
-    calls,
-    default_baselines,
-    functions,
-    precompile,
-)
-from .cases import read, recast, select
+from . import environment, floor, schema, zoo
+from .baselines import COMPILED, OURS, WALL_ONLY, calls, functions, precompile
 from .families import FAMILIES, Family
 from .families.family import FORWARD, Case
 from .host import host
 from .measure import Call, GraphTimer, LoopTimer, interleave, keep_memory, peak_bytes
 from .progress import Progress
-from .schema import VERSION
+from .resume import kept_rows, left, modes
 from .statistics import median, ratio_of_sums, summary
+from .tasks import Options, Task, plan
 from .verify import Verification
 from .yardsticks import Yardsticks
 
 _MOST_BUFFERS = 64
 _CPU_BUFFER_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Options:
-    families: tuple[str, ...] = tuple(FAMILIES)
-    device: str = ""
-    """"cpu" or "cuda". Empty: the GPU if there is one that fusewise can use."""
-    size: str = "quick"
-    baselines: tuple[str, ...] = ()
-    """Empty: all that exist for the device."""
-    filter: str | None = None
-    cases: Path | None = None
-    """A file of cases that replaces the families' own."""
-    dtype: str | None = None
-    layout: str | None = None
-    """The dtype and layout for every case. None: as the case itself says."""
-    arguments: tuple[str, ...] = ()
-    """The command line, stored with the results."""
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long one row may take: rounds of interleaved samples, and seconds per timer."""
-
-    rounds: int
-    budget: float
-
-
-_EFFORT = {"quick": Effort(15, 0.4), "full": Effort(21, 0.2)}
+_SAVE_SECONDS = 20
+_YARDSTICK_SECONDS = 5  # between samples of the yardsticks
 
 
 class Broken(Exception):
@@ -72,11 +36,15 @@ class Broken(Exception):
         self.results = results
 
 
-def run(options: Options, progress: Progress) -> dict:
-    """The results in the form of results.json. After an interrupt, the rows finished so far."""
-    options, cases = plan(options)
+def run(options: Options, progress: Progress, folder: Path | None = None) -> dict:
+    """The results in the form of results.json. After an interrupt, the rows finished so far.
+
+    With a folder, the run goes on with the rows of its results.json, and saves its own there now
+    and then.
+    """
+    options, tasks = plan(options)
     results = {
-        "schema": VERSION,
+        "schema": schema.VERSION,
         "command": environment.command(list(options.arguments)),
         "environment": environment.describe(options.device),
         "device": options.device,
@@ -86,79 +54,69 @@ def run(options: Options, progress: Progress) -> dict:
         "rows": [],
         "sums": [],
     }
+    saved = folder / "results.json" if folder else None
+    if saved:
+        results["rows"] = kept_rows(saved, results, tasks)
     try:
-        _run(options, cases, results, progress)
+        _run(options, tasks, results, progress, saved)
     except KeyboardInterrupt:
         results["interrupted"] = True
     except Exception as error:
         results["interrupted"] = True
-        raise Broken(_ended(results, cases)) from error
-    return _ended(results, cases)
+        raise Broken(_ended(results, tasks)) from error
+    finally:
+        gc.unfreeze()
+    return _ended(results, tasks)
 
 
-def plan(options: Options) -> tuple[Options, list[Case]]:
-    """Fills in the open options and selects the cases; raises UsageError if they make no sense."""
-    device = usable_device(options.device)
-    baselines = options.baselines or default_baselines(device, options.families)
-    options = replace(options, device=device, baselines=baselines)
-    return options, _cases(options)
-
-
-def _ended(results: dict, cases: list[Case]) -> dict:
+def _ended(results: dict, tasks: list[Task]) -> dict:
     here = results["environment"]
     here["load"] = max(here["load"], environment.load())  # it may have risen during the run
-    results["sums"] = list(sums(results["rows"], cases))
+    results["sums"] = list(sums(results["rows"], [task.case for task in tasks]))
+    if results["set"] == "zoo":
+        results["models"] = zoo.means(results["rows"])
+        results["left"] = len(left(tasks, results["rows"]))
     return results
 
 
-def usable_device(device: str) -> str:
-    """The device that was asked for; otherwise the GPU if there is one that fusewise can use."""
-    if device == "cuda" and (reason := _cuda_missing()):
-        raise UsageError(f"--device cuda: {reason}; use --device cpu to measure on the CPU")
-    return device or ("cpu" if _cuda_missing() else "cuda")
-
-
-def _cases(options: Options) -> list[Case]:
-    which = (options.device, options.size, options.filter)
-    if options.cases:
-        cases = read(options.cases, *which)
-    else:
-        cases = [case for family in options.families for case in select(family, *which)]
-    cases = [case for case in cases if case.family in options.families]
-    if not cases:
-        where = options.cases or f"the {options.size} set"
-        matching = f" that matches --filter {options.filter}" if options.filter else ""
-        raise UsageError(
-            f"no case of {', '.join(options.families)}{matching} in {where} for {options.device}"
-        )
-    cases = recast(cases, options.dtype, options.layout)
-    if options.device == "cpu" and any(case.tf32 for case in cases):
-        raise UsageError("tf32: expected a GPU, got the CPU; use float32 there")
-    return cases
-
-
-def _run(options: Options, cases: list[Case], results: dict, progress: Progress) -> None:
-    device = options.device
+def _run(
+    options: Options, tasks: list[Task], results: dict, progress: Progress, saved: Path | None
+) -> None:
+    device, begin = options.device, time.monotonic()
     if device == "cpu":
         keep_memory()
     progress.start("the machine's own ceilings: copies and matrix products", 1)
-    yardsticks = Yardsticks(device, {case.dtype_name for case in cases})
+    dtypes = {task.case.dtype_name for task in tasks} | {row["dtype"] for row in results["rows"]}
+    yardsticks = Yardsticks(device, dtypes)
     progress.advance()
-    if set(COMPILED).intersection(options.baselines):
-        progress.start("torch.compile of every case, in parallel", len(cases))
-        for _ in precompile(cases, device, options.baselines):
+    if earlier := len(results["rows"]):
+        _set_rows(results, results["rows"], yardsticks)
+    tasks = left(tasks, results["rows"])
+    if compiled := [task.case for task in tasks if set(COMPILED).intersection(task.baselines)]:
+        progress.start("torch.compile of every case, in parallel", len(compiled))
+        for _ in precompile(compiled, device, options.baselines):
             progress.advance()
-    progress.start("measuring", sum(len(FAMILIES[case.family].modes(case)) for case in cases))
-    for case in cases:
-        with case.precision():
-            for row in _measure(FAMILIES[case.family], case, options, progress):
+    what = f"measuring; {earlier} rows were measured before" if earlier else "measuring"
+    progress.start(what, sum(len(modes(task)) for task in tasks))
+    save, sample = time.monotonic() + _SAVE_SECONDS, 0.0
+    for task in tasks:
+        with task.case.precision():
+            for row in _measure(FAMILIES[task.case.family], task, device, progress):
                 _set_rows(results, [*results["rows"], row], yardsticks)
                 progress.row(row)
-        yardsticks.sample()
+        if time.monotonic() > sample:
+            yardsticks.sample()
+            sample = time.monotonic() + _YARDSTICK_SECONDS
         _set_rows(results, results["rows"], yardsticks)
+        if saved and time.monotonic() > save:
+            schema.write(results, saved)
+            save = time.monotonic() + _SAVE_SECONDS
         gc.collect()
+        gc.freeze()  # the next collection only looks at what the next case makes
         if device == "cuda":
             torch.cuda.empty_cache()
+        if options.minutes and time.monotonic() - begin > 60 * options.minutes:
+            break
 
 
 def _set_rows(results: dict, rows: list[dict], yardsticks: Yardsticks) -> None:
@@ -176,14 +134,14 @@ def _set_rows(results: dict, rows: list[dict], yardsticks: Yardsticks) -> None:
     }
 
 
-def _measure(family, case, options, progress):
+def _measure(family, task, device, progress):
     """Yields a row for each mode. The floor's time is filled in once the ceilings are known."""
-    device = options.device
+    case = task.case
     progress.now(f"{case.name}: data and reference")
     buffers = _buffers(family, case, device)
     try:
         workload = family.build(case, device, buffers)
-        contenders = functions(workload, options.baselines)
+        contenders = functions(workload, task.baselines)
         by_mode = {mode: calls(contenders, workload, mode) for mode in family.modes(case)}
         checks = _check(family, case, workload, by_mode, progress)
     except Exception as error:
@@ -211,7 +169,7 @@ def _measure(family, case, options, progress):
             if not isinstance(check, str)
         }
         try:
-            times = _time(case, mode, timed, workload, device, _EFFORT[options.size], progress)
+            times = _time(case, mode, timed, workload, device, task.effort, progress)
         except Exception as error:
             if not _out_of_memory(error):
                 raise
@@ -253,6 +211,8 @@ def _describe(family: Family, case: Case, mode: str, buffers: int, device: str) 
         "parameters": case.extra,
         "group": case.group,
         "count": case.count,
+        **({"models": case.models} if case.models else {}),
+        **({"held_out": True} if case.held_out else {}),
         "floor": {
             "bytes": moved,
             "touched_bytes": traffic.data + traffic.weights,
@@ -308,11 +268,12 @@ def _time(case, mode, timed, workload, device, effort, progress) -> dict[str, di
     """Each contender's wall time in µs; on CUDA also its GPU time, peak memory and kernels."""
     found: dict[str, dict] = {name: {} for name in timed}
     buffers = len(workload.inputs)
-    progress.now(f"{case.name} {mode}: wall time of {', '.join(timed)}")
-    loops = {name: LoopTimer(call, buffers, device) for name, call in timed.items()}
-    for name, samples in interleave(loops, effort.rounds, effort.budget).items():
-        found[name]["wall"] = summary(samples)
-    del loops  # frees the outputs that the timers keep
+    if device == "cpu" or effort.wall:
+        progress.now(f"{case.name} {mode}: wall time of {', '.join(timed)}")
+        loops = {name: LoopTimer(call, buffers, device) for name, call in timed.items()}
+        for name, samples in interleave(loops, effort.rounds, effort.budget).items():
+            found[name]["wall"] = summary(samples)
+        del loops  # frees the outputs that the timers keep
     if device == "cuda":
         alone = {name: call for name, call in timed.items() if name not in WALL_ONLY}
         for name, call in alone.items():
@@ -391,12 +352,3 @@ def _sum(group: str, mode: str, parts: list[dict]) -> dict:
             for name in names
         },
     }
-
-
-def _cuda_missing() -> str | None:
-    """Why a GPU cannot be used for measuring, or None."""
-    from fusewise._ops import CUDA_MISSING
-
-    if CUDA_MISSING:
-        return CUDA_MISSING
-    return None if torch.cuda.is_available() else "no GPU was found"

@@ -56,6 +56,8 @@ _ROW = {
     "parameters": {str: (int, str)},
     "group": (str, type(None)),
     "count": int,
+    "models": _Optional({str: int}),
+    "held_out": _Optional(bool),
     "floor": _Optional(_FLOOR),
     "failed": _Optional(str),
     "check": _Optional({"tensor": str, "error": _NUMBER, "allowed": _NUMBER}),
@@ -73,6 +75,16 @@ _SUM = {
     "contenders": {str: {str: {"median": _NUMBER}}},
     "against": {str: {str: _RATIO}},
 }
+_MODEL = {
+    "model": str,
+    "mode": str,
+    "batch": int,
+    "against": str,
+    "clock": str,
+    "mean": _NUMBER,
+    "blocks": int,
+    "slower": int,
+}
 _CEILINGS = {
     "copy_bytes_per_second": _NUMBER,
     "matrix_operations_per_second": {str: _NUMBER},
@@ -89,7 +101,16 @@ _RESULTS = {
     "interrupted": bool,
     "rows": [_ROW],
     "sums": [_SUM],
+    "models": _Optional([_MODEL]),
+    "left": _Optional(int),
 }
+
+
+def write(results: dict, path: Path) -> None:
+    """Writes a results.json. If the process is killed meanwhile, the earlier file stays."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(results, indent=1) + "\n")
+    new.replace(path)
 
 
 def read(path: Path) -> dict:

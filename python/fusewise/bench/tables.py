@@ -1,5 +1,6 @@
 """The rows of a family as tables: the most important columns first."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -191,6 +192,44 @@ def more_tables(results: dict, family: str) -> list[Table]:
     header += ["floor µs", "error", "allowed"]
     found.append(Table("Floors and correctness", header, floors, 4))
     return [table for table in found if table.rows and len(table.header) > 2]
+
+
+def model_tables(results: dict) -> list[Table]:
+    """The means by model, in a table for each clock and rival; none if this was no sweep."""
+    entries = results.get("models", [])
+    found = []
+    for clock, rival in itertools.product(CLOCKS, verdict.rivals(results)):
+        own = [entry for entry in entries if (entry["clock"], entry["against"]) == (clock, rival)]
+        if not own:
+            continue
+        batches = sorted({entry["batch"] for entry in own})
+        means: dict[tuple, dict] = {}
+        for entry in own:
+            means.setdefault((entry["model"], entry["mode"]), {})[entry["batch"]] = entry
+        rows = [
+            [
+                model,
+                "fwd+bwd" if mode == BOTH else mode,
+                *(_mean_text(by_batch.get(batch)) for batch in batches),
+                *(str(sum(entry[key] for entry in by_batch.values())) for key in _COUNTS),
+            ]
+            for (model, mode), by_batch in means.items()
+        ]
+        title = (
+            f"By model, {CLOCKS[clock]}: times faster than {rival}, geometric mean over its blocks"
+        )
+        header = ["model", "direction", *(f"batch {batch}" for batch in batches), *_COUNTS]
+        found.append(Table(title, header, rows, text_columns=2))
+    return found
+
+
+_COUNTS = ("blocks", "slower")
+
+
+def _mean_text(entry: dict | None) -> str:
+    if entry is None:
+        return "-"
+    return times_text(entry["mean"]) + (" SLOWER" if entry["mean"] < 1 else "")
 
 
 def _chosen(row: dict) -> str:

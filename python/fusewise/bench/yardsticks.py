@@ -52,7 +52,7 @@ class Yardsticks:
                     yardstick.sample()
 
     def sample(self) -> None:
-        """Measures the best of each kind again. Cheap enough to do after every case."""
+        """Measures the best of each kind again. Cheap enough to do every few seconds."""
         for yardsticks in self._found.values():
             max(yardsticks, key=lambda yardstick: yardstick.best).sample()
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..bench import environment
 from ..bench.measure import keep_memory
-from ..bench.runner import usable_device
+from ..bench.tasks import usable_device
 from . import amdahl, asynchronous, cold_cache, layout, naive_gemm, packing
 from .lesson import Finding, Lesson
 

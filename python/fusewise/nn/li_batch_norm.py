@@ -9,7 +9,7 @@ from ..functional._synchronized import is_shared
 from ..functional._transforms import refuse_script
 from ._checks import floating, one_of, true_or_false, whole
 from .batch_norm import ProcessGroup
-from .li_conv import check_blanked, with_integrated
+from .li_conv import WithUnused, check_blanked, with_integrated
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -127,7 +127,7 @@ class LIBatchNorm2d(nn.Module):
         """
         self._check(x, 4 if integrated_only else 5)
         if integrated_only:
-            x = _Unused.apply(x, *list(self.stream_weights), *list(self.stream_biases))
+            x = WithUnused.apply(x, *list(self.stream_weights), *list(self.stream_biases))
             return self._norm(x, -1, self.integrated_weight, self.integrated_bias, residual, None)
         if blanked is not None and blanked.shape[:1] != (self.num_streams + 1,):
             check_blanked(blanked, self.num_streams, x.shape[1], x.device)
@@ -231,21 +231,3 @@ class LIBatchNorm2d(nn.Module):
             f"{self.num_features}, num_streams={self.num_streams}, activation={self.activation!r}, "
             f"eps={self.eps}, momentum={self.momentum}" + ", max_pool=True" * self.max_pool
         )
-
-
-class _Unused(torch.autograd.Function):
-    """x itself. The parameters get gradients of 0, so that DDP does not wait for them."""
-
-    @staticmethod
-    def forward(ctx, x, *parameters):
-        ctx.save_for_backward(*parameters)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        needed = ctx.needs_input_grad[1:]
-        zeros = (
-            torch.zeros_like(p) if need else None
-            for p, need in zip(ctx.saved_tensors, needed, strict=True)
-        )
-        return gradient, *zeros

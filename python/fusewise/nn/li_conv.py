@@ -139,6 +139,7 @@ class LIConv2d(nn.Module):
         if self.stream_biases is None:
             return y
         if integrated_only:
+            y = WithUnused.apply(y, *list(self.stream_biases))
             return y + self.integrated_bias.to(y.dtype)[:, None, None]
         biases = torch.stack([*list(self.stream_biases), self.integrated_bias]).to(y.dtype)
         y = y + biases[:, None, :, None, None]
@@ -184,6 +185,24 @@ class LIConv2d(nn.Module):
             f"{self.stream_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
             f"stride={self.stride}, bias={self.stream_biases is not None}, first={self.first}"
         )
+
+
+class WithUnused(torch.autograd.Function):
+    """x itself. The parameters get gradients of 0, so that DDP does not wait for them."""
+
+    @staticmethod
+    def forward(ctx, x, *parameters):
+        ctx.save_for_backward(*parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        needed = ctx.needs_input_grad[1:]
+        zeros = (
+            torch.zeros_like(p) if need else None
+            for p, need in zip(ctx.saved_tensors, needed, strict=True)
+        )
+        return gradient, *zeros
 
 
 def check_blanked(blanked: Tensor, streams: int, n: int, device: torch.device) -> None:

@@ -35,6 +35,10 @@ class Case:
     count: int = 1
     extra: dict[str, int | str] = field(default_factory=dict, hash=False)
     """Parameters that only the family knows."""
+    models: dict[str, int] = field(default_factory=dict, hash=False)
+    """How often each model has this layer."""
+    held_out: bool = False
+    """Kept out of any fit of the choice between kernels, to see how the choice does elsewhere."""
 
     @property
     def dtype(self) -> torch.dtype:

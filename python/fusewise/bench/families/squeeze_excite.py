@@ -12,49 +12,103 @@ from ..accuracy import Expected, cut, largest, pieces, scale
 from ..naive import naive_library
 from .family import BOTH, LAYOUTS, Case, Family, Traffic, Workload
 
+# Where the slope jumps.
+_KINKS = {"relu": (0,), "hardswish": (-3, 3), "hardsigmoid": (-3, 3)}
 _LARGE = 1 << 27  # elements; above, fp16 and bf16 data get fp32 references, to save tens of GB
 
 
-def fused(x, w1, b1, w2, b2):
-    return fusewise.functional.squeeze_excite(x, w1, b1, w2, b2, "silu")
+def fused(x, w1, b1, w2, b2, activation="silu", gate="sigmoid"):
+    return fusewise.functional.squeeze_excite(x, w1, b1, w2, b2, activation, gate)
 
 
-def eager(x, w1, b1, w2, b2):
+def eager(x, w1, b1, w2, b2, activation="silu", gate="sigmoid"):
     """The operators that torchvision's SqueezeExcitation calls."""
     scale = F.adaptive_avg_pool2d(x, 1)
-    scale = F.silu(F.conv2d(scale, w1, b1))
-    return x * torch.sigmoid(F.conv2d(scale, w2, b2))
+    scale = getattr(F, activation)(F.conv2d(scale, w1, b1))
+    return x * getattr(F, gate)(F.conv2d(scale, w2, b2))
 
 
 def build(case: Case, device: str, buffers: int) -> Workload:
     channels, reduced = case.shape[1], case.extra["reduced"]
+    functions = _activation(case), _gate(case)
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(shape, layout=torch.contiguous_format, scale=1.0, learned=True):
-        value = torch.empty(shape, dtype=case.dtype, device=device, memory_format=layout)
+    def random(shape, layout=torch.contiguous_format, scale=1.0, learned=True, dtype=case.dtype):
+        value = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
         value.normal_(0, scale, generator=generator)
         return value.requires_grad_(learned)
 
+    def parameter(*shape, scale=1.0):
+        return random(shape, scale=scale, dtype=_weights(case))
+
+    def ours(x, *weights):
+        return fused(x, *weights, *functions)
+
+    def theirs(x, *weights):
+        return eager(x, *weights, *functions)
+
+    def theirs_under_autocast(x, *weights):
+        with torch.autocast(device, case.dtype):
+            return eager(x, *weights, *functions)
+
+    inputs = [(random(case.shape, case.memory_format),) for _ in range(buffers)]
+    gradients = [random(case.shape, case.memory_format, learned=False) for _ in range(buffers)]
+    weights = (
+        parameter(reduced, channels, 1, 1, scale=channels**-0.5),
+        parameter(reduced),
+        parameter(channels, reduced, 1, 1, scale=reduced**-0.5),
+        parameter(channels),
+    )
+    _avoid_kinks(inputs[0][0], *weights, *functions)
     return Workload(
-        inputs=[(random(case.shape, case.memory_format),) for _ in range(buffers)],
-        gradients=[random(case.shape, case.memory_format, learned=False) for _ in range(buffers)],
-        weights=(
-            random((reduced, channels, 1, 1), scale=channels**-0.5),
-            random((reduced,)),
-            random((channels, reduced, 1, 1), scale=reduced**-0.5),
-            random((channels,)),
-        ),
+        inputs,
+        gradients,
+        weights,
         functions={
-            "fusewise": fused,
-            "eager": eager,
+            "fusewise": ours,
+            "eager": theirs if _weights(case) == case.dtype else theirs_under_autocast,
             "naive": naive(case, device),
         },
         forward_only=frozenset({"naive"}),
     )
 
 
+@torch.no_grad()
+def _avoid_kinks(x, w1, b1, w2, b2, activation, gate) -> None:
+    """Moves the biases until no sample is near a kink, where rounding decides the slope.
+
+    There torch's gradient may be off by a whole term, and the rule would allow as much everywhere.
+    """
+    pooled = _pixel_sums(lambda x: x, x) / (x.shape[2] * x.shape[3])
+    for bias, place, kinks in ((b1, 1, _KINKS.get(activation)), (b2, 3, _KINKS.get(gate))):
+        if kinks:
+            doubles = (t.double() for t in (w1, b1, w2, b2))
+            z = _steps(pooled, *doubles, activation, gate)[place]
+            low, high = z.amin(0), z.amax(0)
+            room = 8 * torch.finfo(x.dtype).eps * (1 + torch.maximum(-low, high))
+            for kink in kinks:
+                up, down = kink + room - low, kink - room - high
+                shift = torch.where(up < -down, up, down)
+                bias += torch.where((up > 0) & (down < 0), shift, 0)
+
+
+def _activation(case: Case) -> str:
+    return case.extra.get("activation", "silu")
+
+
+def _gate(case: Case) -> str:
+    return case.extra.get("gate", "sigmoid")
+
+
+def _weights(case: Case) -> torch.dtype:
+    """The dtype of the weights: x's, or float32 beside half x, as under autocast."""
+    half = case.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and "weights" in case.extra else case.dtype
+
+
 def reference(case: Case, workload: Workload) -> dict[str, Expected]:
-    return expected(*workload.inputs[0], *workload.weights, workload.gradients[0])
+    tensors = *workload.inputs[0], *workload.weights, workload.gradients[0]
+    return expected(*tensors, _activation(case), _gate(case))
 
 
 def formula(x, w1, b1, w2, b2, activation="silu", gate="sigmoid"):
@@ -182,7 +236,7 @@ def traffic(case: Case, mode: str) -> Traffic:
     n, channels, height, width = case.shape
     reduced = case.extra["reduced"]
     plane = n * channels * height * width * case.dtype.itemsize
-    weights = (2 * channels * reduced + channels + reduced) * case.dtype.itemsize
+    weights = (2 * channels * reduced + channels + reduced) * _weights(case).itemsize
     if mode == BOTH:
         return Traffic(data=4 * plane + weights, weights=weights, again=plane + weights)
     return Traffic(data=2 * plane, weights=weights)
@@ -203,6 +257,8 @@ def naive(case: Case, device: str):
         return "GPU only"
     if case.dtype not in (torch.float32, torch.float16):
         return f"not written for {case.dtype_name}"
+    if (_activation(case), _gate(case), _weights(case)) != ("silu", "sigmoid", case.dtype):
+        return "written for silu, sigmoid and weights of x's dtype"
     if naive_library(device) is None:
         return "not built"
     launch = naive_library(device).fusewise_naive_squeeze_excite_forward
@@ -229,7 +285,13 @@ def naive(case: Case, device: str):
 FAMILY = Family(
     name="squeeze_excite",
     rank=4,
-    extra={"reduced": None},
+    extra={
+        "reduced": None,
+        "activation": ("silu", "relu", "hardswish"),
+        "gate": ("sigmoid", "hardsigmoid"),
+        "weights": ("float32",),
+    },
+    optional=("activation", "gate", "weights"),
     layouts=tuple(LAYOUTS),
     build=build,
     reference=reference,
