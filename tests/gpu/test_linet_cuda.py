@@ -1,0 +1,165 @@
+"""LINet where only a GPU can show it. Numbers and dtypes are in tests/python, for the GPU too."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusewise
+from fusewise.functional import li_conv
+from gpu_helpers import (
+    check_graph,
+    check_memory_is_flat,
+    late_on_side_stream,
+    needs_gpu,
+    train_under_autocast,
+)
+from reference import same_bits
+
+pytestmark = needs_gpu
+
+CHANNELS = (3, 1, 1)
+
+
+def small(**options):
+    return fusewise.models.li_resnet18(CHANNELS, 7, width=0.25, device="cuda", **options)
+
+
+def images(batch=4, dtype=torch.float32):
+    return [torch.randn(batch, c, 64, 80, device="cuda", dtype=dtype) for c in CHANNELS]
+
+
+def step(model, x, blanked=None):
+    y = model(*x, blanked=blanked)
+    return [y, *torch.autograd.grad(y.float().square().mean(), list(model.parameters()))]
+
+
+def test_a_forced_implementation_is_the_one_that_runs():
+    model, x = small(), images()
+    for record in fusewise.explain(model, *x):
+        if record.operator == "li_conv":
+            assert record.chosen == "accumulate" and record.able == ["accumulate"]
+    with (
+        fusewise.implementation(li_conv="avx512"),
+        pytest.raises(RuntimeError, match="there is none named 'avx512'"),
+    ):
+        model(*x)
+
+
+def test_cpu_and_cuda_agree():
+    model = small(dtype=torch.float64)
+    x = images(dtype=torch.float64)
+    blanked = torch.rand(3, 4, device="cuda") < 0.3
+    right = step(copy.deepcopy(model).cpu(), [t.cpu() for t in x], blanked.cpu())
+    for found, expected in zip(step(model, x, blanked), right, strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_cuda_graph(training):
+    """Statistics stay out of it: momentum 0 leaves them as they were."""
+    model, x = small().train(training), images()
+    for module in model.modules():
+        if isinstance(module, fusewise.nn.LIBatchNorm2d):
+            module.momentum = 0.0
+    with torch.backends.cudnn.flags(deterministic=True):
+        check_graph(lambda: step(model, x), x)
+
+
+def test_graphed():
+    model, x = small(), images()
+    again = copy.deepcopy(model)
+    blanked = torch.zeros(3, 4, dtype=torch.bool, device="cuda")
+    with torch.backends.cudnn.flags(deterministic=True):
+        fast = fusewise.graphed(again, *x, blanked=blanked)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            x, blanked = images(), torch.rand(3, 4, device="cuda") < 0.3
+            for found, right in zip(step(fast, x, blanked), step(model, x, blanked), strict=True):
+                assert same_bits(found, right)
+    for name, t in model.state_dict().items():
+        assert same_bits(again.state_dict()[name], t), name
+
+
+def test_side_stream():
+    full = torch.randn(4, 2, 64, 20, 20, device="cuda")
+    weights = [torch.randn(64, 64, 3, 3, device="cuda") for _ in range(3)]
+    mix = [torch.randn(64, 64, device="cuda") for _ in range(3)]
+    previous = torch.randn(64, 64, device="cuda")
+
+    def call(x):
+        x = x.detach().requires_grad_()
+        y = li_conv(x, weights, mix, previous, stride=2, padding=1)
+        return y, *torch.autograd.grad(y, x, torch.ones_like(y))
+
+    with torch.backends.cudnn.flags(deterministic=True):
+        right = call(full)
+        empty = torch.zeros_like(full)
+        for found, expected in zip(
+            late_on_side_stream([empty], [full], lambda: call(empty)), right, strict=True
+        ):
+            assert same_bits(found, expected)
+
+
+def test_nothing_waits_for_the_gpu():
+    model, x = small(), images()
+    blanked = torch.rand(3, 4, device="cuda") < 0.3
+    step(model, x, blanked)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(model, x, blanked)
+        model.forward_stream(1, x[1])
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_tf32_follows_the_setting_of_gemms_and_of_convolutions():
+    """Exact float32 is near the float64 result; TF32 is not."""
+    x = torch.randn(2, 4, 256, 20, 20, device="cuda")
+    weights = [torch.randn(256, 256, 3, 3, device="cuda")]
+    mix, previous = [torch.randn(256, 256, device="cuda")], torch.randn(256, 256, device="cuda")
+    tensors = (x, weights, mix, previous)
+    double = [t.double() if isinstance(t, torch.Tensor) else [t[0].double()] for t in tensors]
+    right = li_conv(*double, padding=1)
+    backends = torch.backends
+    before = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
+    errors = {}
+    try:
+        for gemm in ("ieee", "tf32"):
+            for conv in ("ieee", "tf32"):
+                backends.cuda.matmul.fp32_precision = gemm
+                backends.cudnn.conv.fp32_precision = conv
+                error = (li_conv(*tensors, padding=1) - right).abs().amax((1, 2, 3, 4))
+                errors[gemm, conv] = error / right.abs().amax((1, 2, 3, 4))
+    finally:
+        backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = before
+    stream, integrated = errors["ieee", "ieee"]
+    assert stream < 1e-5 and integrated < 1e-5
+    assert errors["ieee", "tf32"][0] > 1e-5 and errors["tf32", "ieee"][1] > 1e-5
+    assert errors["tf32", "ieee"][0] < 1e-5
+
+
+def test_training_step_under_autocast():
+    class Views(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = small()
+
+        def forward(self, x):
+            return self.model(x, x[:, :1], F.avg_pool2d(x[:, 1:2], 3, 1, 1))
+
+    y, loss = train_under_autocast(Views(), torch.randn(8, 3, 64, 64, device="cuda"))
+    assert y.isfinite().all() and loss < 10
+
+
+def test_memory_is_flat_over_many_calls():
+    model, x = small(), images()
+    check_memory_is_flat(lambda: step(model, x), calls=50)
+
+
+@pytest.mark.two_gpus
+def test_second_device_while_the_first_is_current():
+    model, x = small().to("cuda:1"), [t.to("cuda:1") for t in images()]
+    assert all(t.device.index == 1 for t in step(model, x))
