@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fusewise
 from fusewise.nn import LIBasicBlock, LIBatchNorm2d, LIBottleneck, LIConv2d
 from linet_cases import assert_equal
 from linet_reference import BasicBlock, Bottleneck, Conv, Norm
@@ -164,3 +165,26 @@ def test_block(kind, plain_kind, stride, blanked, integrated_only):
         norm = reference.downsample[1]
         norm.forward = lambda streams, m, gone: (None, Norm.forward(norm, None, m, gone)[1])
     check(ours, reference, images, call, plain, integrated_only)
+
+
+def test_tools_know_the_norm():
+    """update_bn averages over the batches and resets first; the converter hands out the group."""
+    model = fusewise.models.li_resnet18((3, 1), num_classes=2, width=0.125)
+    batches = [[torch.randn(4, c, 32, 32) for c in (3, 1)] for _ in range(3)]
+
+    class Views(torch.nn.Module):  # update_bn gives one tensor
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model(x[:, :3], x[:, 3:])
+
+    model(*batches[0])
+    fusewise.nn.update_bn([torch.cat(batch, 1) for batch in batches], Views())
+    means = [model.conv1(batch)[0].mean((0, 2, 3)) for batch in batches]
+    averaged = model.bn1.state_dict()["stream0_running_mean"]
+    torch.testing.assert_close(averaged, torch.stack(means).mean(0), rtol=1e-4, atol=1e-5)
+    assert model.bn1.num_batches_tracked == 3 and model.bn1.momentum == 0.1
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        fusewise.nn.convert_sync_batchnorm(model)

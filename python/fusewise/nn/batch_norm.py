@@ -10,7 +10,33 @@ from ..functional._transforms import refuse_script
 from ._checks import floating, one_of, true_or_false, unhooked, whole
 
 
-class BatchNormAct2d(torch.nn.Module):
+class _ProcessGroup:
+    """Holds a group, which torch can neither copy nor pickle."""
+
+    def __init__(self, group=None):
+        self.group = group
+
+    def __deepcopy__(self, _):
+        return self
+
+    def __reduce__(self):
+        return _ProcessGroup, ()
+
+
+class SharedNorm(torch.nn.Module):
+    """A norm of ours: the processes of `process_group` can share its statistics."""
+
+    @property
+    def process_group(self):
+        return self._process_group.group
+
+    @process_group.setter
+    def process_group(self, group) -> None:
+        is_shared(group)
+        self._process_group = _ProcessGroup(group)
+
+
+class BatchNormAct2d(SharedNorm):
     """BatchNorm over `[N, C, H, W]`, an optional residual and an activation, fused in forward and
     backward.
 
@@ -102,15 +128,6 @@ class BatchNormAct2d(torch.nn.Module):
         _share(self, made)
         return made
 
-    @property
-    def process_group(self):
-        return self._process_group.group
-
-    @process_group.setter
-    def process_group(self, group) -> None:
-        is_shared(group)
-        self._process_group = ProcessGroup(group)
-
     def reset_running_stats(self) -> None:
         """Sets the running statistics to mean 0 and variance 1, and the counter to 0."""
         if self.track_running_stats:
@@ -166,19 +183,6 @@ class BatchNormAct2d(torch.nn.Module):
             f"momentum={self.momentum}, affine={self.affine}, "
             f"track_running_stats={self.track_running_stats}" + ", max_pool=True" * self.max_pool
         )
-
-
-class ProcessGroup:
-    """Holds a group, which torch can neither copy nor pickle."""
-
-    def __init__(self, group=None):
-        self.group = group
-
-    def __deepcopy__(self, _):
-        return self
-
-    def __reduce__(self):
-        return ProcessGroup, ()
 
 
 def _arguments(norm, activation):

@@ -1,22 +1,19 @@
-"""Tools of torch that look for BatchNorms, for models that contain `BatchNormAct2d`."""
+"""Tools of torch that look for BatchNorms, for models that contain ours."""
 
 from collections.abc import Iterable
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .batch_norm import BatchNormAct2d
-from .li_batch_norm import LIBatchNorm2d
-
-_OURS = (BatchNormAct2d, LIBatchNorm2d)
+from .batch_norm import SharedNorm
 
 
 def convert_sync_batchnorm(model: torch.nn.Module, process_group=None) -> torch.nn.Module:
     """Makes all BatchNorms share their statistics with the other processes of a group.
 
-    Every `BatchNormAct2d` in the model gets the group. Torch's own layers become
-    `torch.nn.SyncBatchNorm`, by `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, which alone leaves
-    a `BatchNormAct2d` as it is.
+    Every `BatchNormAct2d` and `LIBatchNorm2d` in the model gets the group. Torch's own layers
+    become `torch.nn.SyncBatchNorm`, by `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, which alone
+    leaves ours as they are.
 
     Args:
         model: Changed in place.
@@ -28,7 +25,7 @@ def convert_sync_batchnorm(model: torch.nn.Module, process_group=None) -> torch.
     Raises:
         RuntimeError: If `process_group` is None and torch.distributed is not initialised.
     """
-    ours = [module for module in model.modules() if isinstance(module, _OURS)]
+    ours = [module for module in model.modules() if isinstance(module, SharedNorm)]
     group = process_group
     if group is None and ours:
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -61,7 +58,7 @@ def update_bn(
     momenta = {
         module: module.momentum
         for module in model.modules()
-        if isinstance(module, (_BatchNorm, *_OURS)) and module.track_running_stats
+        if isinstance(module, (_BatchNorm, SharedNorm)) and module.track_running_stats
     }
     if not momenta:
         return

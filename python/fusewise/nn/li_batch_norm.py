@@ -5,16 +5,15 @@ from torch import Tensor, nn
 
 from .. import functional
 from .._ops import BATCH_NORM_ACT
-from ..functional._synchronized import is_shared
 from ..functional._transforms import refuse_script
 from ._checks import floating, one_of, true_or_false, whole
-from .batch_norm import ProcessGroup
+from .batch_norm import SharedNorm
 from .li_conv import WithUnused, check_blanked, with_integrated
 
 _STATISTICS = ("running_mean", "running_var")
 
 
-class LIBatchNorm2d(nn.Module):
+class LIBatchNorm2d(SharedNorm):
     """BatchNorm of S streams and the integrated one, an optional residual and an activation.
 
     Every stream has statistics and parameters of its own. One call serves all of them. x is
@@ -84,15 +83,6 @@ class LIBatchNorm2d(nn.Module):
     def stream_updates(self) -> Tensor:
         """`[S]`: for each stream the number of steps that updated its statistics."""
         return self.updates[:-1]
-
-    @property
-    def process_group(self):
-        return self._process_group.group
-
-    @process_group.setter
-    def process_group(self, group) -> None:
-        is_shared(group)
-        self._process_group = ProcessGroup(group)
 
     def reset_running_stats(self) -> None:
         """Sets the running statistics to mean 0 and variance 1, and the counters to 0."""
