@@ -184,6 +184,24 @@ def batch_norm():
         torch.testing.assert_close(exported.module()(other), module(other))
 
 
+def linet():
+    """A training step against the formula; compiled, with a batch of another size."""
+    torch.manual_seed(0)
+    model = fusewise.models.li_resnet18((3, 1), num_classes=5, width=0.125).double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for batch in (3, 4):
+        images = [torch.randn(batch, c, 33, 40, dtype=torch.float64) for c in (3, 1)]
+        blanked = torch.arange(2 * batch).view(2, batch) % 5 == 0
+        found = []
+        for call in (model, compiled):
+            y = call(*images, blanked=blanked)
+            found.append([y, *torch.autograd.grad(y.sum(), list(model.parameters()))])
+        torch.testing.assert_close(*found)
+        with fusewise.implementation(li_conv="torch"):
+            y = model(*images, blanked=blanked)
+        torch.testing.assert_close(y, found[0][0])
+
+
 def bad_input():
     """Errors keep their words."""
     try:
@@ -209,6 +227,7 @@ if __name__ == "__main__":
         linear_modules,
         autoencoder,
         batch_norm,
+        linet,
         bad_input,
     ):
         test()
