@@ -93,4 +93,4 @@ gpu-soak:  ## on a GPU, after `make gpu`: a million calls, during which memory m
 	PYTHONPATH="python:$${PYTHONPATH:-}" $(any_python) tools/soak.py
 
 clean:  ## remove build and result folders; .venv stays
-	rm -rf build dist bench-results gpu-results profile-results python/fusewise/_lib/*.so
+	rm -rf build dist bench-results gpu-results optimize-results profile-results python/fusewise/_lib/*.so

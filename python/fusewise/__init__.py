@@ -1,8 +1,9 @@
 """Fused neural-network operators that move each byte once.
 
 `fusewise.nn` has modules, `fusewise.functional` has functions and `fusewise.models` has whole
-models. `fusewise.implementation` forces an implementation. `fusewise.explain` reports which one
-runs, and why. `fusewise.graphed` runs a model as CUDA graphs.
+models. `fusewise.optimize` swaps fused modules into a model that you have.
+`fusewise.implementation` forces an implementation. `fusewise.explain` reports which one runs, and
+why. `fusewise.graphed` runs a model as CUDA graphs.
 """
 
 import re
@@ -40,5 +41,15 @@ from . import (  # noqa: E402 - the libraries load only under a torch that fits 
 from ._explain import explain  # noqa: E402
 from ._settings import implementation  # noqa: E402
 from .graphed import graphed  # noqa: E402
+from .rewrite import optimize  # noqa: E402
 
-__all__ = ["__version__", "explain", "functional", "graphed", "implementation", "models", "nn"]
+__all__ = [
+    "__version__",
+    "explain",
+    "functional",
+    "graphed",
+    "implementation",
+    "models",
+    "nn",
+    "optimize",
+]

@@ -6,9 +6,9 @@ because `torch.compile` recognises them and a wrapper would cost an extra call.
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["tree_flatten", "tree_leaves", "tree_unflatten"]
+__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device type."""

@@ -9,7 +9,7 @@ from . import __version__
 from ._amx import avoid_broken_amx
 from ._usage import UsageError
 
-_COMPUTING = ("bench", "check", "lesson", "profile")
+_COMPUTING = ("bench", "check", "lesson", "optimize", "profile")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,6 +62,27 @@ def _parser() -> _Parser:
             help=f"folder for {what} (default: {default})",
         )  # fmt: skip
 
+    def model(added: _Parser, verb: str) -> None:
+        added.add_argument(
+            "model", metavar="MODULE:FACTORY",
+            help="function that creates the model, as in my.models:net or torchvision:resnet50",
+        )  # fmt: skip
+        added.add_argument(
+            "--input", action="append", metavar="SIZES",
+            help="sizes of an input (default: 1,3,224,224), with a dtype for token ids: "
+            "8,128:int64; repeat it for several inputs",
+        )  # fmt: skip
+        device(added)
+        added.add_argument(
+            "--train", action="store_true", help=f"{verb} forward and backward, not forward alone"
+        )
+        added.add_argument(
+            "--amp", action="store_true", help="autocast: fp16 on a GPU, bf16 on a CPU"
+        )
+        added.add_argument(
+            "--channels-last", action="store_true", help="model and inputs in channels_last (NHWC)"
+        )
+
     bench = command("bench", _bench, "check the operators, and measure them against PyTorch")
     bench.add_argument(
         "family", nargs="*", metavar="FAMILY",
@@ -108,26 +129,23 @@ def _parser() -> _Parser:
     profile = command(
         "profile", _profile, "show where a model spends its time, and what to try first"
     )
-    profile.add_argument(
-        "model", metavar="MODULE:FACTORY",
-        help="function that creates the model, as in my.models:net or torchvision:resnet50",
-    )  # fmt: skip
-    profile.add_argument(
-        "--input", action="append", metavar="SIZES",
-        help="sizes of an input (default: 1,3,224,224), with a dtype for token ids: 8,128:int64; "
-        "repeat it for several inputs",
-    )  # fmt: skip
-    device(profile)
-    profile.add_argument(
-        "--train", action="store_true", help="profile forward and backward, not forward alone"
-    )
-    profile.add_argument(
-        "--amp", action="store_true", help="autocast: fp16 on a GPU, bf16 on a CPU"
-    )
-    profile.add_argument(
-        "--channels-last", action="store_true", help="model and inputs in channels_last (NHWC)"
-    )
+    model(profile, "profile")
     out(profile, "profile-results", "report.html, its plots and trace.json.gz")
+
+    optimize = command(
+        "optimize",
+        _optimize,
+        "show which parts of a model are right and faster as fused operators",
+    )
+    model(optimize, "measure")
+    optimize.add_argument(
+        "--compile", action="store_true", help="also measure torch.compile, with and without swaps"
+    )
+    optimize.add_argument(
+        "--min-gain", type=float, default=1.02, metavar="RATIO",
+        help="how many times as fast an operator must be to be swapped in (default: 1.02)",
+    )  # fmt: skip
+    out(optimize, "optimize-results", "report.html and report.json")
 
     check = command("check", _check, "check every operator against its reference on this machine")
     device(check)
@@ -239,6 +257,22 @@ def _profile(chosen: argparse.Namespace) -> int:
         shown.stop()
     profile.report.show(found)
     _say_written(profile.report.write(found, chosen.out))
+    return 0
+
+
+def _optimize(chosen: argparse.Namespace) -> int:
+    from .bench import progress
+    from .report import show
+    from .rewrite import command
+
+    _make_writable(chosen.out)
+    shown = progress.for_output()
+    try:
+        report = command.run(chosen, shown)
+    finally:
+        shown.stop()
+    show(*report.lines(), *report.tables())
+    _say_written(command.write(report, chosen.out))
     return 0
 
 

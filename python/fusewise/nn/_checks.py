@@ -102,6 +102,7 @@ def _refuse_hooks(name: str) -> None:
 # torch's module for each function. timm has its own classes for some of them.
 _TORCHS = {
     "relu": torch.nn.ReLU,
+    "relu6": torch.nn.ReLU6,
     "gelu": torch.nn.GELU,
     "silu": torch.nn.SiLU,
     "identity": torch.nn.Identity,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .._ops import SQUEEZE_EXCITE
+from .._ops import BATCH_NORM_ACT, SQUEEZE_EXCITE
 from ._checks import (
     activation_of,
     full_name,
@@ -19,7 +19,7 @@ from ._checks import (
 )
 
 # Names of the first convolution, the activation, the second convolution, and the gate.
-_SQUEEZE_EXCITATIONS = {
+SQUEEZE_EXCITATIONS = {
     "torchvision.ops.misc.SqueezeExcitation": ("fc1", "activation", "fc2", "scale_activation"),
     "timm.layers.squeeze_excite.SEModule": ("fc1", "act", "fc2", "gate"),
     "timm.models._efficientnet_blocks.SqueezeExcite": (
@@ -30,11 +30,12 @@ _SQUEEZE_EXCITATIONS = {
     ),
     "timm.models.senet.SEModule": ("fc1", "relu", "fc2", "sigmoid"),
 }
-_OTHER_EXCITATIONS = {
+OTHER_EXCITATIONS = {
     "timm.layers.squeeze_excite.EffectiveSEModule": "has one convolution (fc) and no hidden layer",
     "timm.layers.squeeze_excite.SqueezeExciteCl": "has the channels in the last dimension",
 }
-_TIMMS_MLP = "timm.layers.mlp.Mlp"
+TIMMS_NORM = "timm.layers.norm_act.BatchNormAct2d"
+TIMMS_MLP = "timm.layers.mlp.Mlp"
 _MLP_PARTS = ("fc1", "act", "drop1", "norm", "fc2", "drop2")  # in the order of the calls
 
 
@@ -43,6 +44,8 @@ class ExcitationParts(NamedTuple):
     activation: str
     fc2: nn.Conv2d
     gate: str
+    names: tuple[str, str]
+    """Of the two convolutions in the module."""
 
 
 class StackParts(NamedTuple):
@@ -50,6 +53,8 @@ class StackParts(NamedTuple):
     activation: str
     """Of all layers but the last; "relu" if there is only one layer."""
     final_activation: str
+    names: list[str]
+    """Of the layers in the module."""
 
 
 def excitation_parts(module: nn.Module) -> ExcitationParts:
@@ -57,16 +62,16 @@ def excitation_parts(module: nn.Module) -> ExcitationParts:
 
     Raises TypeError or ValueError, naming the part, if ours would compute something else.
     """
-    kind = _kind_of(module, (*_SQUEEZE_EXCITATIONS, *_OTHER_EXCITATIONS))
-    if why := _OTHER_EXCITATIONS.get(kind):
+    kind = _kind_of(module, (*SQUEEZE_EXCITATIONS, *OTHER_EXCITATIONS))
+    if why := OTHER_EXCITATIONS.get(kind):
         raise TypeError(f"module: {kind} {why}, which the fused operator does not compute")
     if not kind:
         raise TypeError(
-            f"module: expected one of {', '.join(_SQUEEZE_EXCITATIONS)}, "
+            f"module: expected one of {', '.join(SQUEEZE_EXCITATIONS)}, "
             f"got {full_name(type(module))}"
         )
     unhooked("module", module)
-    first, activation, second, gate = _SQUEEZE_EXCITATIONS[kind]
+    first, activation, second, gate = SQUEEZE_EXCITATIONS[kind]
     fc1, fc2 = getattr(module, first), getattr(module, second)
     plain_convolution(f"module.{first}", fc1)
     plain_convolution(f"module.{second}", fc2)
@@ -84,6 +89,7 @@ def excitation_parts(module: nn.Module) -> ExcitationParts:
         function_of(f"module.{activation}", getattr(module, activation), activations),
         fc2,
         function_of(f"module.{gate}", getattr(module, gate), gates),
+        (first, second),
     )
 
 
@@ -101,6 +107,18 @@ def _check_pooling(module: nn.Module) -> None:
     unhooked("module.avgpool", pool)
 
 
+def norm_activation(module: nn.Module) -> str:
+    """The activation of timm's BatchNormAct2d.
+
+    Raises TypeError or ValueError, naming the part, if ours would compute something else.
+    """
+    if full_name(type(module)) != TIMMS_NORM:
+        raise TypeError(f"module: expected {TIMMS_NORM}, got {full_name(type(module))}")
+    unhooked("module", module)
+    function_of("module.drop", module.drop, ("identity",))
+    return function_of("module.act", module.act, BATCH_NORM_ACT.choices["activation"])
+
+
 def stack_parts(modules: nn.Module) -> StackParts:
     """The layers and activations of a Sequential or of timm's Mlp.
 
@@ -115,17 +133,19 @@ def stack_parts(modules: nn.Module) -> StackParts:
         )
     if len({linear.bias is None for linear in linears}) > 1:
         raise ValueError("modules: expected a bias in all layers or in none")
-    return StackParts(linears, *(hidden or {"relu"}), kinds[-1])
+    places = {id(module): name for name, module in modules.named_children()}
+    names = [places[id(linear)] for linear in linears]
+    return StackParts(linears, *(hidden or {"relu"}), kinds[-1], names)
 
 
 def _named_parts(modules: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The parts with their names, in the order in which forward calls them."""
-    if _kind_of(modules, (_TIMMS_MLP,)):
+    if _kind_of(modules, (TIMMS_MLP,)):
         yield from ((f"modules.{part}", getattr(modules, part)) for part in _MLP_PARTS)
         return
     kind = full_name(type(modules))
     if not isinstance(modules, nn.Sequential):
-        raise TypeError(f"modules: expected a torch.nn.Sequential or {_TIMMS_MLP}, got {kind}")
+        raise TypeError(f"modules: expected a torch.nn.Sequential or {TIMMS_MLP}, got {kind}")
     if type(modules).forward is not nn.Sequential.forward:
         raise TypeError(f"modules: {kind} overrides forward, which a fused stack would not call")
     yield from ((f"modules[{i}]", module) for i, module in enumerate(modules))

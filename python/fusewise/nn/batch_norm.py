@@ -8,6 +8,7 @@ from .._ops import BATCH_NORM_ACT
 from ..functional._synchronized import is_shared
 from ..functional._transforms import refuse_script
 from ._checks import floating, one_of, true_or_false, unhooked, whole
+from ._others import norm_activation
 
 
 class _ProcessGroup:
@@ -118,6 +119,17 @@ class BatchNormAct2d(SharedNorm):
         unhooked("norm", norm)
         made = cls(*_arguments(norm, activation), max_pool=max_pool, device="meta")
         _share(norm, made)
+        return made
+
+    @classmethod
+    def from_module(cls, module: torch.nn.Module) -> "BatchNormAct2d":
+        """The same for timm's `BatchNormAct2d`, which has its own activation.
+
+        Raises TypeError or ValueError, naming the part, if the fused operator would compute
+        something else: another activation, a drop layer, hooks.
+        """
+        made = cls(*_arguments(module, norm_activation(module)), device="meta")
+        _share(module, made)
         return made
 
     def to_batch_norm(self) -> torch.nn.BatchNorm2d:

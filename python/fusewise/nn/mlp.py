@@ -29,6 +29,8 @@ class MLP(torch.nn.Module):
         bias: whether the layers have biases.
     """
 
+    _parts = None  # the layers' names, if from_sequential has kept them
+
     def __init__(
         self,
         sizes: Sequence[int],
@@ -55,34 +57,44 @@ class MLP(torch.nn.Module):
         )
 
     @classmethod
-    def from_sequential(cls, modules: torch.nn.Module) -> "MLP":
+    def from_sequential(cls, modules: torch.nn.Module, keep_names: bool = False) -> "MLP":
         """Makes an MLP from existing layers. It shares their parameters; nothing is copied.
 
         `modules` is a `torch.nn.Sequential`, which includes torchvision's `MLP` and `MLPBlock`, or
         timm's `Mlp`. It holds `torch.nn.Linear` layers, each followed by `ReLU`, `GELU`, `SiLU`,
         `Identity` or nothing. All layers but the last must have the same activation. Either all
         layers have a bias or none has. In the result the parameters are named `layers.0.weight`,
-        `layers.0.bias`, ...
+        `layers.0.bias`, ... With `keep_names` they keep the names that they have in `modules`.
 
         `Dropout(0)` is skipped. Dropout with p > 0 is an error, in eval mode too, because the MLP
         could not apply it after a later `train()`.
         """
-        linears, activation, final_activation = stack_parts(modules)
+        linears, activation, final_activation, names = stack_parts(modules)
         sizes = [linears[0].in_features, *(linear.out_features for linear in linears)]
         biased = linears[0].bias is not None
         made = cls(sizes, activation, final_activation, biased, device="meta")
-        made.layers = torch.nn.ModuleList(linears)
+        if keep_names:
+            made._parts = tuple(names)
+            made._modules = dict(zip(names, linears, strict=True))
+        else:
+            made.layers = torch.nn.ModuleList(linears)
         return made.train(modules.training)
+
+    def _layers(self) -> dict[str, torch.nn.Module]:
+        own = self._modules
+        if self._parts is None:
+            return own["layers"]._modules
+        return {name: own[name] for name in self._parts}
 
     def reset_parameters(self) -> None:
         """Initialises the parameters again, as `torch.nn.Linear` does."""
-        for layer in self.layers:
+        for layer in self._layers().values():
             layer.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         if settings.linear_act == TORCH:
             return run_torch("linear_act", self, self._with_torch, x)
-        layers = self._modules["layers"]._modules
+        layers = self._layers()
         kinds = (torch.nn.Linear,) * len(layers)
         usual = ordinary(layers.values(), kinds)
         if why := ("" if usual else foreign(layers, kinds, "layers.")) or hooks_everywhere():
@@ -105,9 +117,10 @@ class MLP(torch.nn.Module):
             raise
 
     def _with_torch(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:-1]:
+        *layers, last = self._layers().values()
+        for layer in layers:
             x = ACTIVATIONS[self.activation](layer(x))
-        return ACTIVATIONS[self.final_activation](self.layers[-1](x))
+        return ACTIVATIONS[self.final_activation](last(x))
 
     __prepare_scriptable__ = refuse_script
 

@@ -34,6 +34,8 @@ class SqueezeExcitation(torch.nn.Module):
         bias: whether fc1 and fc2 have biases.
     """
 
+    _parts = ("fc1", "fc2")  # from_module may keep other names
+
     def __init__(
         self,
         channels: int,
@@ -59,7 +61,7 @@ class SqueezeExcitation(torch.nn.Module):
         self.fc2 = torch.nn.Conv2d(reduced, channels, 1, bias=bias, device=device, dtype=dtype)
 
     @classmethod
-    def from_module(cls, module: torch.nn.Module) -> "SqueezeExcitation":
+    def from_module(cls, module: torch.nn.Module, keep_names: bool = False) -> "SqueezeExcitation":
         """Makes a SqueezeExcitation from a module of torchvision or timm.
 
         It shares the module's parameters; nothing is copied. It starts in the same mode (train or
@@ -67,7 +69,8 @@ class SqueezeExcitation(torch.nn.Module):
 
         `module` is torchvision's `SqueezeExcitation`, or timm's `SEModule` or `SqueezeExcite`, with
         an activation and a gate that the operator supports. The parameters get torchvision's names,
-        `fc1` and `fc2`, even if timm calls them `conv_reduce` and `conv_expand`.
+        `fc1` and `fc2`, even if timm calls them `conv_reduce` and `conv_expand`. With `keep_names`
+        they keep their own, so that the model's state dict stays as it was.
 
         Raises TypeError or ValueError, naming the part, if the fused operator would compute
         something else: timm's effective variant, max-pooling, a norm, hooks, parametrisations.
@@ -75,23 +78,25 @@ class SqueezeExcitation(torch.nn.Module):
         parts = excitation_parts(module)
         channels, reduced = parts.fc1.in_channels, parts.fc1.out_channels
         made = cls(channels, reduced, parts.activation, parts.gate, device="meta")
-        made.fc1, made.fc2 = parts.fc1, parts.fc2
+        if keep_names:
+            made._parts = parts.names
+        made._modules = dict(zip(made._parts, (parts.fc1, parts.fc2), strict=True))
         made.training = module.training
         return made
 
     def reset_parameters(self) -> None:
         """Initialises the parameters again, as `torch.nn.Conv2d` does."""
-        self.fc1.reset_parameters()
-        self.fc2.reset_parameters()
+        for name in self._parts:
+            self._modules[name].reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         if settings.squeeze_excite == TORCH:
             return run_torch("squeeze_excite", self, self._with_torch, x)
-        fc1, fc2 = self._modules["fc1"], self._modules["fc2"]
-        parts = {"fc1": fc1, "fc2": fc2}
+        parts = {name: self._modules[name] for name in self._parts}
         usual = ordinary(parts.values(), _KINDS)
         if why := ("" if usual else foreign(parts, _KINDS)) or hooks_everywhere():
             return run_torch("squeeze_excite", self, self._with_torch, x, why)
+        fc1, fc2 = parts.values()
         w1, b1 = weight_and_bias(fc1)
         w2, b2 = weight_and_bias(fc2)
         try:
@@ -107,8 +112,9 @@ class SqueezeExcitation(torch.nn.Module):
         # torch's pooling also accepts an image without a batch dimension; the operator does not.
         if not is_symbolic(x) and not is_jit_tracing() and x.dim() != 4:
             raise RuntimeError(f"x: expected [N, C, H, W], got {list(x.shape)}")
-        hidden = getattr(F, self.activation)(self.fc1(F.adaptive_avg_pool2d(x, 1)))
-        return x * getattr(F, self.gate)(self.fc2(hidden))
+        fc1, fc2 = (self._modules[name] for name in self._parts)
+        hidden = getattr(F, self.activation)(fc1(F.adaptive_avg_pool2d(x, 1)))
+        return x * getattr(F, self.gate)(fc2(hidden))
 
     __prepare_scriptable__ = refuse_script
 

@@ -29,12 +29,20 @@ class Subject:
     """The dtype of the GEMMs."""
 
 
-def make_subject(spec: str, inputs: tuple[str, ...], device: str, train, amp, channels_last):
+def make_model(
+    spec: str, inputs: tuple[str, ...], device: str, train: bool, channels_last: bool
+) -> tuple[nn.Module, list[Tensor]]:
+    """The model of MODULE:FACTORY in its mode on the device, and inputs of these sizes."""
     model = load(spec)
     values = [make_input(text, device, channels_last) for text in inputs or (_DEFAULT_INPUT,)]
     model = model.to(device).train(train)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
+    return model, values
+
+
+def make_subject(spec: str, inputs: tuple[str, ...], device: str, train, amp, channels_last):
+    model, values = make_model(spec, inputs, device, train, channels_last)
     subject = Subject(
         model,
         _step(model, values, device, train, amp),
