@@ -56,7 +56,7 @@ constexpr int kGroup = 4;
 /// differences from it is at most 1 + n / k times that from the mean, so little cancels.
 constexpr Index kPivotRows = 8;
 
-/// Into L2: the first access is a few thousand cycles away.
+/// Into L2, because L1 is too small for the groups of several tensors.
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 /// visit.operator()<kRows>(first) returns a function of (row, i, count...), see each_vector. It

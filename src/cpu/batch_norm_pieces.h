@@ -18,7 +18,7 @@ constexpr Index kPieceRows = 32;            // fewer rows would make partial sum
 constexpr Index kMostPieceRows = 128;       // more would make sums of float32 inexact
 constexpr Index kShortRow = 1024;           // channels-last: rows shorter than this are joined
 constexpr Index kJoinedRow = 16;            // to a multiple of the widest vector
-constexpr Index kStreamBytes = 6 << 20;     // outputs this large bypass the caches
+constexpr Index kStreamBytes = 2 << 20;     // outputs this large bypass the caches
 
 inline Index rounded_up(Index value, Index step) { return (value + step - 1) / step * step; }
 
