@@ -1,6 +1,6 @@
 // BatchNorm + activation's inner loops: moments, normalisation, sums of gradients, gradients.
-// `moments` reads its matrix twice, so the caller passes one that fits the caches. All others read
-// and write each byte once. Bound by memory bandwidth.
+// `moments` reads planes twice, so the caller passes one that fits the caches. All others read and
+// write each byte once. Bound by memory bandwidth.
 
 // Compiled once per instruction set, under the rule of cpu/vector.h.
 
@@ -42,10 +42,52 @@ auto first_lanes(Index count) {
   return index < static_cast<decltype(+index[0])>(count);
 }
 
+/// The rows from `row` on.
+template <typename T>
+Rows<T> from_row(Rows<T> rows, Index row) {
+  return {rows.data + row * rows.stride, rows.stride};
+}
+
+// Rows of channels are taken in groups. They share the loads of values per channel, and being
+// several streams for the hardware's prefetcher, they are read faster than one long row.
+constexpr int kGroup = 4;
+
+/// Rows of which the pivot is the mean. If it is that of k among n values, the sum of squared
+/// differences from it is at most 1 + n / k times that from the mean, so little cancels.
+constexpr Index kPivotRows = 8;
+
+/// Into L2, because L1 is too small for the groups of several tensors.
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+/// visit.operator()<kRows>(first) returns a function of (row, i, count...), see each_vector. It
+/// takes vectors of kRows rows, from first + row on.
+template <typename T, bool kPlanar, typename Visit>
+void each_group(const BatchNormShape& shape, const Visit& visit) {
+  if constexpr (kPlanar) {
+    const auto step = visit.template operator()<1>(0);
+    for (Index row = 0; row < shape.rows; ++row) {
+      each_vector<T>(shape.columns, [&](Index i, auto... count) { step(row, i, count...); });
+    }
+  } else {
+    const auto take = [&]<int kRows>(Index first) {
+      const auto step = visit.template operator()<kRows>(first);
+      each_vector<T>(shape.columns, [&](Index i, auto... count) { step(Index(0), i, count...); });
+    };
+    Index row = 0;
+    for (; row + kGroup <= shape.rows; row += kGroup) take.template operator()<kGroup>(row);
+    for (; row < shape.rows; ++row) take.template operator()<1>(row);
+  }
+}
+
 // All arguments in memory are copied first. Otherwise the compiler would read them again after
 // every store, because a store might have changed them.
 
 // Sums. ------------------------------------------------------------------------------------------
+
+template <typename V, int kSums>
+struct Terms {
+  V of[kSums];
+};
 
 /// totals[k] = the sum of all terms of a matrix. term(row, i, count...) returns kSums vectors.
 /// Terms of columns that do not exist must be zero.
@@ -58,7 +100,7 @@ void sum_planes(BatchNormShape shape, AccumulatorOf<T>* const (&totals)[kSums], 
   Index run = 0;
   for (Index row = 0; row < shape.rows; ++row) {
     const auto add = [&](int chain, auto... where) {
-      const auto terms = term(row, where...);
+      const auto terms = term.of(term.channels(where...), row, where...);
       for (int k = 0; k < kSums; ++k) sums[chain][k] = sums[chain][k] + terms.of[k];
     };
     for (Index i = 0; i < shape.columns;) {
@@ -92,22 +134,20 @@ void sum_rows(BatchNormShape shape, AccumulatorOf<T>* const (&into)[kSums], cons
   each_vector<T>(shape.columns, [&](Index i, auto... count) {
     for (int k = 0; k < kSums; ++k) S::store(totals[k] + i, LanesOf<T>{}, count...);
   });
-  // Several rows share a load and a store of the sums.
-  const auto add = [&]<int kRows>(Index row) {
-    each_vector<T>(shape.columns, [&](Index i, auto... count) {
+  each_group<T, false>(shape, [&]<int kRows>(Index first) {
+    return [=, rows = term.from(first)](Index, Index i, auto... count) {
       LanesOf<T> sums[kSums] = {};
-      for (int r = 0; r < kRows; ++r) {
-        const auto terms = term(row + r, i, count...);
+      const auto channels = rows.channels(i, count...);
+      for (int row = 0; row < kRows; ++row) {
+        rows.prefetch_at(row + kGroup, i);
+        const auto terms = rows.of(channels, row, i, count...);
         for (int k = 0; k < kSums; ++k) sums[k] = sums[k] + terms.of[k];
       }
       for (int k = 0; k < kSums; ++k) {
         S::store(totals[k] + i, S::load(totals[k] + i, count...) + sums[k], count...);
       }
-    });
-  };
-  Index row = 0;
-  for (; row + 4 <= shape.rows; row += 4) add.template operator()<4>(row);
-  for (; row < shape.rows; ++row) add.template operator()<1>(row);
+    };
+  });
 }
 
 template <typename T, bool kPlanar, int kSums, typename Term>
@@ -118,32 +158,65 @@ void sum(BatchNormShape shape, AccumulatorOf<T>* const (&totals)[kSums], const T
     sum_rows<T>(shape, totals, term);
 }
 
-template <typename V, int kSums>
-struct Terms {
-  V of[kSums];
+/// x * scale.
+template <typename T>
+struct MeanTerms {
+  using V = LanesOf<T>;
+  const Rows<const T> x;
+  const AccumulatorOf<T> scale;
+
+  MeanTerms from(Index row) const { return {from_row(x, row), scale}; }
+  void prefetch_at(Index row, Index i) const { prefetch(x.data + row * x.stride + i); }
+  template <typename... Count>
+  V channels(Index, Count...) const {
+    return V{} + scale;
+  }
+  template <typename... Count>
+  Terms<V, 1> of(V scales, Index row, Index i, Count... count) const {
+    return {{Memory<T>::load(x.data + row * x.stride + i, count...) * scales}};
+  }
+};
+
+/// x - pivot and its square.
+template <typename T, bool kPlanar>
+struct MomentTerms {
+  using V = LanesOf<T>;
+  const Rows<const T> x;
+  const PerChannel<AccumulatorOf<T>, kPlanar> pivots;
+
+  MomentTerms from(Index row) const { return {from_row(x, row), pivots}; }
+  void prefetch_at(Index row, Index i) const { prefetch(x.data + row * x.stride + i); }
+  template <typename... Count>
+  V channels(Index i, Count... count) const {
+    return pivots.at(i, count...);
+  }
+  template <typename... Count>
+  Terms<V, 2> of(V pivot, Index row, Index i, Count... count) const {
+    V d = Memory<T>::load(x.data + row * x.stride + i, count...) - pivot;
+    if constexpr (sizeof...(count) > 0) d = select(first_lanes<V>((count, ...)), d, V{});
+    return {{d, d * d}};
+  }
 };
 
 template <typename T, bool kPlanar>
 void moments_of(BatchNormShape shape, Rows<const T> x, AccumulatorOf<T>* pivots,
                 AccumulatorOf<T>* sums, AccumulatorOf<T>* squares) {
   using A = AccumulatorOf<T>;
-  using V = LanesOf<T>;
-  const A values = A(kPlanar ? shape.rows * shape.columns : shape.rows);
+  BatchNormShape some = shape;
+  if (!kPlanar && some.rows > kPivotRows) some.rows = kPivotRows;
+  const A values = A(kPlanar ? shape.rows * shape.columns : some.rows);
   // So that the sum does not overflow. A power of two, so that nothing is rounded.
   A scale = 1;
   while (scale * values > 1) scale /= 2;
-  sum<T, kPlanar, 1>(shape, {pivots}, [&](Index row, Index i, auto... count) {
-    return Terms<V, 1>{{Memory<T>::load(x.data + row * x.stride + i, count...) * scale}};
-  });
+  sum<T, kPlanar, 1>(some, {pivots}, MeanTerms<T>{x, scale});
   const A share = A(1) / (values * scale);
   const Index channels = kPlanar ? 1 : shape.columns;
-  for (Index c = 0; c < channels; ++c) pivots[c] *= share;
+  for (Index c = 0; c < channels; ++c) {
+    const A pivot = pivots[c] * share;
+    pivots[c] = pivot - pivot == 0 ? pivot : 0;
+  }
   const PerChannel<A, kPlanar> pivot(pivots);
-  sum<T, kPlanar, 2>(shape, {sums, squares}, [&](Index row, Index i, auto... count) {
-    V d = Memory<T>::load(x.data + row * x.stride + i, count...) - pivot.at(i, count...);
-    if constexpr (sizeof...(count) > 0) d = select(first_lanes<V>((count, ...)), d, V{});
-    return Terms<V, 2>{{d, d * d}};
-  });
+  sum<T, kPlanar, 2>(shape, {sums, squares}, MomentTerms<T, kPlanar>{x, pivot});
 }
 
 template <typename T>
@@ -188,26 +261,39 @@ class Normalize {
   explicit Normalize(const Normalization<T>& in)
       : in_(in), mean_(in.mean), scale_(in.scale), shift_(in.shift) {}
 
+  Normalize from(Index row) const {
+    Normalize rows = *this;
+    rows.in_.x = from_row(in_.x, row);
+    if (in_.residual.data != nullptr) rows.in_.residual = from_row(in_.residual, row);
+    return rows;
+  }
+
+  void prefetch_at(Index row, Index i) const { prefetch(in_.x.data + row * in_.x.stride + i); }
+  /// The values of a vector's channels.
+  struct Channels {
+    LanesOf<T> mean, scale, shift;
+  };
   template <typename... Count>
-  LanesOf<T> centered(Index row, Index i, Count... count) const {
-    return M::load(in_.x.data + row * in_.x.stride + i, count...) - mean_.at(i, count...);
+  Channels channels(Index i, Count... count) const {
+    return {mean_.at(i, count...), scale_.at(i, count...), shift_.at(i, count...)};
+  }
+
+  template <typename... Count>
+  LanesOf<T> centered(const Channels& of, Index row, Index i, Count... count) const {
+    return M::load(in_.x.data + row * in_.x.stride + i, count...) - of.mean;
   }
   template <typename... Count>
-  LanesOf<T> v(LanesOf<T> centered, Index row, Index i, Count... count) const {
-    LanesOf<T> v = multiply_add(centered, scale_.at(i, count...), shift_.at(i, count...));
+  LanesOf<T> v(const Channels& of, LanesOf<T> centered, Index row, Index i, Count... count) const {
+    LanesOf<T> v = multiply_add(centered, of.scale, of.shift);
     if (in_.residual.data != nullptr) {
       v = v + M::load(in_.residual.data + row * in_.residual.stride + i, count...);
     }
     return v;
   }
-  template <typename... Count>
-  LanesOf<T> scale(Index i, Count... count) const {
-    return scale_.at(i, count...);
-  }
 
  private:
-  const Normalization<T> in_;
-  const PerChannel<A, kPlanar> mean_, scale_, shift_;
+  Normalization<T> in_;
+  PerChannel<A, kPlanar> mean_, scale_, shift_;
 };
 
 /// What a value is after it went through memory.
@@ -228,13 +314,38 @@ auto passes(V y) {
     return ~(y <= 0);
 }
 
+/// The same as bits.
+template <Activation kKind, typename V>
+unsigned passing_bits(V y) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(y[0]) == 4) {
+    unsigned bits = _mm512_cmp_ps_mask((__m512)y, (__m512)V{}, _CMP_NLE_UQ);
+    if (kKind == Activation::relu6)
+      bits &= _mm512_cmp_ps_mask((__m512)y, (__m512)(V{} + 6), _CMP_NGE_UQ);
+    return bits;
+  }
+#endif
+  return to_bits(passes<kKind>(y));
+}
+
+/// The lanes whose bits are set; 0 in the others.
+template <typename V>
+V where_set(unsigned bits, V value) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(value[0]) == 4)
+    return (V)_mm512_maskz_mov_ps(static_cast<__mmask16>(bits), (__m512)value);
+#endif
+  return select(from_bits(value, bits), value, V{});
+}
+
+/// `count`: only those of so many lanes, because what follows may have been written.
 template <typename T>
-void store_bits(std::uint8_t* bits, Index i, unsigned open) {
+void store_bits(std::uint8_t* bits, Index i, unsigned open, Index count = Memory<T>::kLanes) {
   constexpr int kLanes = Memory<T>::kLanes;
-  if constexpr (kLanes == 16) {
+  if (kLanes == 16 && count > 8) {
     const auto both = static_cast<std::uint16_t>(open);
     __builtin_memcpy(bits + i / 8, &both, sizeof(both));
-  } else if (kLanes == 8 || i % 8 == 0) {
+  } else if (kLanes >= 8 || i % 8 == 0) {
     bits[i / 8] = static_cast<std::uint8_t>(open);
   } else {
     bits[i / 8] |= static_cast<std::uint8_t>(open << i % 8);
@@ -252,50 +363,65 @@ unsigned load_some_bits(const std::uint8_t* bits, Index i) {
   }
 }
 
-/// Writes an output. Large ones bypass the caches if all of their vectors are aligned.
-template <typename T>
-class Writer {
- public:
-  Writer(const BatchNormShape& shape, Rows<T> to) : to_(to) {
-    const auto address = reinterpret_cast<std::uintptr_t>(to.data);
-    stream_ = shape.stream && (address | to.stride * sizeof(T)) % kBytes == 0;
-  }
-  ~Writer() {
-    if (stream_) end_of_stream();
-  }
-  bool wanted() const { return to_.data != nullptr; }
+/// Writes an output, past the caches with kStream.
+template <typename T, bool kStream>
+struct Writer {
+  Rows<T> to;
+
+  bool wanted() const { return to.data != nullptr; }
+  Writer from(Index row) const { return {wanted() ? from_row(to, row) : to}; }
   void store(Index row, Index i, LanesOf<T> value) const {
-    T* to = to_.data + row * to_.stride + i;
-    if (stream_)
-      Memory<T>::stream(to, value);
+    T* at = to.data + row * to.stride + i;
+    if constexpr (kStream)
+      Memory<T>::stream(at, value);
     else
-      Memory<T>::store(to, value);
+      Memory<T>::store(at, value);
   }
   void store(Index row, Index i, LanesOf<T> value, Index count) const {
-    Memory<T>::store(to_.data + row * to_.stride + i, value, count);
+    Memory<T>::store(to.data + row * to.stride + i, value, count);
   }
-
- private:
-  const Rows<T> to_;
-  bool stream_;
 };
+
+/// Calls function.operator()<kStream>(). Large outputs bypass the caches if all of their vectors
+/// are aligned.
+template <typename T, typename Function, typename... Outputs>
+void with_stream(const BatchNormShape& shape, const Function& function, Outputs... outputs) {
+  const auto address = [](Rows<T> to) {
+    return reinterpret_cast<std::uintptr_t>(to.data) | to.stride * sizeof(T);
+  };
+  if (shape.stream && (address(outputs) | ...) % kBytes == 0) {
+    function.template operator()<true>();
+    end_of_stream();
+  } else {
+    function.template operator()<false>();
+  }
+}
 
 template <typename T, Activation kKind, bool kPlanar, bool kBits>
 void normalize_as(BatchNormShape shape, const Normalization<T>& in, Rows<T> y,
                   [[maybe_unused]] Rows<std::uint8_t> bits) {
-  const Normalize<T, kPlanar> normalize(in);
-  const Writer<T> out(shape, y);
-  for (Index row = 0; row < shape.rows; ++row) {
-    each_vector<T>(shape.columns, [&](Index i, auto... count) {
-      const LanesOf<T> v = normalize.v(normalize.centered(row, i, count...), row, i, count...);
-      const LanesOf<T> value = activate<kKind>(v);
-      out.store(row, i, value, count...);
-      if constexpr (kBits) {
-        const unsigned open = to_bits(passes<kKind>(as_stored<T>(value)));
-        store_bits<T>(bits.data + row * bits.stride, i, open);
-      }
+  const Normalize<T, kPlanar> all(in);
+  const auto run = [&]<bool kStream>() {
+    each_group<T, kPlanar>(shape, [&]<int kRows>(Index first) {
+      const Writer<T, kStream> out{from_row(y, first)};
+      std::uint8_t* const bytes = kBits ? bits.data + first * bits.stride : nullptr;
+      return [=, bits_of_row = bits.stride, rows = all.from(first)](Index from, Index i,
+                                                                    auto... count) {
+        const auto channels = rows.channels(i, count...);
+        for (Index row = from; row < from + kRows; ++row) {
+          const LanesOf<T> centered = rows.centered(channels, row, i, count...);
+          const LanesOf<T> v = rows.v(channels, centered, row, i, count...);
+          const LanesOf<T> value = activate<kKind>(v);
+          out.store(row, i, value, count...);
+          if constexpr (kBits) {
+            const unsigned open = passing_bits<kKind>(as_stored<T>(value));
+            store_bits<T>(bytes + row * bits_of_row, i, open, count...);
+          }
+        }
+      };
     });
-  }
+  };
+  with_stream<T>(shape, run, y);
 }
 
 template <typename T>
@@ -329,25 +455,39 @@ class Gradient {
   /// Whether dv depends on x.
   static constexpr bool kReadsX = !kBits && kKind != Activation::identity;
 
+  Gradient from(Index row) const {
+    Gradient rows = *this;
+    if (dy_.data != nullptr) rows.dy_ = from_row(dy_, row);
+    if (wide_dy_.data != nullptr) rows.wide_dy_ = from_row(wide_dy_, row);
+    if (kBits) rows.bits_ = from_row(bits_, row);
+    rows.normalize_ = normalize_.from(row);
+    return rows;
+  }
+  void prefetch_at(Index row, Index i) const {
+    if (dy_.data != nullptr) prefetch(dy_.data + row * dy_.stride + i);
+    normalize_.prefetch_at(row, i);
+  }
+
+  using Channels = typename Normalize<T, kPlanar>::Channels;
   template <typename... Count>
-  LanesOf<T> centered(Index row, Index i, Count... count) const {
-    return normalize_.centered(row, i, count...);
+  Channels channels(Index i, Count... count) const {
+    return normalize_.channels(i, count...);
   }
   template <typename... Count>
-  LanesOf<T> scale(Index i, Count... count) const {
-    return normalize_.scale(i, count...);
+  LanesOf<T> centered(const Channels& of, Index row, Index i, Count... count) const {
+    return normalize_.centered(of, row, i, count...);
   }
   template <typename... Count>
-  LanesOf<T> dv([[maybe_unused]] LanesOf<T> centered, Index row, Index i, Count... count) const {
+  LanesOf<T> dv([[maybe_unused]] const Channels& of, [[maybe_unused]] LanesOf<T> centered,
+                Index row, Index i, Count... count) const {
     const LanesOf<T> dy =
         wide_dy_.data != nullptr
             ? Memory<AccumulatorOf<T>>::load(wide_dy_.data + row * wide_dy_.stride + i, count...)
             : M::load(dy_.data + row * dy_.stride + i, count...);
     if constexpr (kBits) {
-      const unsigned open = load_some_bits<T>(bits_.data + row * bits_.stride, i);
-      return select(from_bits(dy, open), dy, LanesOf<T>{});
+      return where_set(load_some_bits<T>(bits_.data + row * bits_.stride, i), dy);
     } else if constexpr (kReadsX) {
-      const LanesOf<T> v = normalize_.v(centered, row, i, count...);
+      const LanesOf<T> v = normalize_.v(of, centered, row, i, count...);
       if constexpr (has_bits(kKind))
         return select(passes<kKind>(as_stored<T>(activate<kKind>(v))), dy, LanesOf<T>{});
       else
@@ -358,10 +498,10 @@ class Gradient {
   }
 
  private:
-  const Rows<const T> dy_;
-  const Rows<const AccumulatorOf<T>> wide_dy_;
-  const Rows<const std::uint8_t> bits_;
-  const Normalize<T, kPlanar> normalize_;
+  Rows<const T> dy_;
+  Rows<const AccumulatorOf<T>> wide_dy_;
+  Rows<const std::uint8_t> bits_;
+  Normalize<T, kPlanar> normalize_;
 };
 
 /// Calls function(Gradient) of the right kind.
@@ -383,15 +523,30 @@ void with_gradient(const BatchNormShape& shape, const ActivationGradient<T>& in,
     in_layout.template operator()<false>();
 }
 
+/// dv and dv * (x - mean).
+template <typename T, typename Gradient>
+struct GradientTerms {
+  const Gradient gradient;
+
+  GradientTerms from(Index row) const { return {gradient.from(row)}; }
+  void prefetch_at(Index row, Index i) const { gradient.prefetch_at(row, i); }
+  template <typename... Count>
+  auto channels(Index i, Count... count) const {
+    return gradient.channels(i, count...);
+  }
+  template <typename Channels, typename... Count>
+  Terms<LanesOf<T>, 2> of(const Channels& of, Index row, Index i, Count... count) const {
+    const LanesOf<T> centered = gradient.centered(of, row, i, count...);
+    const LanesOf<T> dv = gradient.dv(of, centered, row, i, count...);
+    return {{dv, dv * centered}};
+  }
+};
+
 template <typename T>
 void gradient_sums(const BatchNormShape& shape, const ActivationGradient<T>& in,
                    AccumulatorOf<T>* sums, AccumulatorOf<T>* products) {
   with_gradient<T>(shape, in, [&]<bool kPlanar>(auto gradient) {
-    sum<T, kPlanar, 2>(shape, {sums, products}, [&](Index row, Index i, auto... count) {
-      const LanesOf<T> centered = gradient.centered(row, i, count...);
-      const LanesOf<T> dv = gradient.dv(centered, row, i, count...);
-      return Terms<LanesOf<T>, 2>{{dv, dv * centered}};
-    });
+    sum<T, kPlanar, 2>(shape, {sums, products}, GradientTerms<T, decltype(gradient)>{gradient});
   });
 }
 
@@ -403,22 +558,32 @@ void differentiate(const BatchNormShape& from, const ActivationGradient<T>& in,
   with_gradient<T>(from, in, [=]<bool kPlanar>(auto gradient) {
     const BatchNormShape shape = from;
     const PerChannel<AccumulatorOf<T>, kPlanar> slope(slopes), offset(offsets);
-    const Writer<T> to_dx(shape, dx), to_dresidual(shape, dresidual);
-    for (Index row = 0; row < shape.rows; ++row) {
-      each_vector<T>(shape.columns, [&](Index i, auto... count) {
-        V centered{};
-        if (gradient.kReadsX || slopes != nullptr) centered = gradient.centered(row, i, count...);
-        const V dv = gradient.dv(centered, row, i, count...);
-        if (to_dresidual.wanted()) to_dresidual.store(row, i, dv, count...);
-        if (!to_dx.wanted()) return;
-        V value = gradient.scale(i, count...) * dv;
-        if (slopes != nullptr) {
-          value = multiply_add(centered, slope.at(i, count...), offset.at(i, count...));
-          value = multiply_add(gradient.scale(i, count...), dv, value);
-        }
-        to_dx.store(row, i, value, count...);
+    const auto run = [&]<bool kStream>() {
+      each_group<T, kPlanar>(shape, [&]<int kRows>(Index first) {
+        const Writer<T, kStream> to_dx = Writer<T, kStream>{dx}.from(first);
+        const Writer<T, kStream> to_dresidual = Writer<T, kStream>{dresidual}.from(first);
+        const bool centred = slopes != nullptr;
+        return [=, rows = gradient.from(first)](Index from, Index i, auto... count) {
+          const auto channels = rows.channels(i, count...);
+          V slope_of{}, offset_of{};
+          if (centred) slope_of = slope.at(i, count...), offset_of = offset.at(i, count...);
+          for (Index row = from; row < from + kRows; ++row) {
+            V centered{};
+            if (rows.kReadsX || centred) centered = rows.centered(channels, row, i, count...);
+            const V dv = rows.dv(channels, centered, row, i, count...);
+            if (to_dresidual.wanted()) to_dresidual.store(row, i, dv, count...);
+            if (!to_dx.wanted()) continue;
+            V value = channels.scale * dv;
+            if (centred) {
+              value = multiply_add(centered, slope_of, offset_of);
+              value = multiply_add(channels.scale, dv, value);
+            }
+            to_dx.store(row, i, value, count...);
+          }
+        };
       });
-    }
+    };
+    with_stream<T>(shape, run, dx, dresidual);
   });
 }
 

@@ -67,7 +67,7 @@ struct BatchNormKernels {
   /// its square.
   void (*moments)(const BatchNormShape& shape, Rows<const T> x, A* pivots, A* sums, A* squares);
   /// y = act(v). Unless bits are absent (relu and relu6), a bit is set where the gradient passes.
-  /// Bits after the last of a row are undefined, and two bytes after it may be written.
+  /// Bits after the last of a row are undefined, up to the end of its last byte.
   void (*normalize)(const BatchNormShape& shape, const Normalization<T>& in, Rows<T> y,
                     Rows<std::uint8_t> bits);
   /// The sums of dv and of dv * (x - mean) of each channel.

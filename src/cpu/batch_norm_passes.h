@@ -49,10 +49,12 @@ class Coefficients {
   Coefficients(const Context& context, const Geometry& geometry)
       : geometry_(geometry), values_(context, geometry.streams * geometry.width_of_values()) {}
 
-  void set(Index stream, Index channel, A value) const {
-    const Index width = geometry_.width_of_values();
-    A* to = values_.data() + stream * width;
-    for (Index i = channel; i < width; i += geometry_.channels) to[i] = value;
+  /// The values of a stream, to be written. `repeat` must follow.
+  A* of_stream(Index stream) const { return values_.data() + stream * geometry_.width_of_values(); }
+  void repeat(Index stream, Index first, Index channels) const {
+    const A* from = of_stream(stream) + first;
+    A *to = of_stream(stream) + first, *end = of_stream(stream + 1);
+    while ((to += geometry_.channels) < end) std::copy_n(from, channels, to);
   }
   const A* of(const Piece& piece) const {
     return values_.data() + piece.stream * geometry_.width_of_values() + piece.channel;
@@ -187,8 +189,7 @@ class Forward {
         add(count, part, values, size, [&](Index c) {
           const double pivot = pivots[i + c] - base(first + c), sum = sums[i + c];
           const double rest = squares[i + c] - sum * sum * per_value;
-          // An infinite mean stays infinite, although the sum of x - pivot is NaN then.
-          return Moments{pivot * values + (pivot - pivot == 0 ? sum : 0), rest < 0 ? 0 : rest};
+          return Moments{pivot * values + sum, rest < 0 ? 0 : rest};
         });
         count += values;
       }
@@ -201,11 +202,16 @@ class Forward {
   }
 
   void finish(Index stream, Index first, Index channels, Sums sums) const {
-    const double own = blanked_.values(stream);
+    const double own = blanked_.values(stream), per_value = 1 / own;
+    A *means = mean_.of_stream(stream), *scales = scale_.of_stream(stream),
+      *shifts = shift_.of_stream(stream);
     for (Index i = 0; i < channels; ++i) {
       const Index c = first + i, at = stream * geometry_.channels + c;
       double count = own, mean = 0, variance = 0;
-      if (count > 0) mean = base(at) + sums.first[i] / count, variance = sums.second[i] / count;
+      if (count > 0) {
+        mean = base(at) + sums.first[i] * per_value;
+        variance = sums.second[i] * per_value;
+      }
       if (statistics_.defined()) {
         Group<A>(statistics_, geometry_.channels, stream, c).store(count, mean, variance);
       }
@@ -222,14 +228,15 @@ class Forward {
                                           factor * (variance * count / (count - 1)));
       }
       const auto inverse = static_cast<A>(1 / std::sqrt(variance + call_.eps));
-      mean_.set(stream, c, static_cast<A>(mean));
-      scale_.set(stream, c, inverse * weight_.get(at, 1));
-      shift_.set(stream, c, bias_.get(at, 0));
+      means[c] = static_cast<A>(mean);
+      scales[c] = inverse * weight_.get(at, 1);
+      shifts[c] = bias_.get(at, 0);
       if (call_.mean.defined()) {
         static_cast<A*>(call_.mean.data)[at] = static_cast<A>(mean);
         static_cast<A*>(call_.inverse_deviation.data)[at] = inverse;
       }
     }
+    for (const auto* values : {&mean_, &scale_, &shift_}) values->repeat(stream, first, channels);
   }
 
   void apply(Index worker, const Piece& piece) const {
@@ -285,7 +292,10 @@ class Forward {
   }
   /// A value near those of the channel: float64 sums of x itself would lose digits. For the other
   /// types, float64 has enough.
-  double base(Index channel) const { return bases_.data() == nullptr ? 0 : bases_.data()[channel]; }
+  double base(Index channel) const {
+    if constexpr (sizeof(T) == 8) return bases_.data()[channel];
+    return 0;
+  }
 
   struct Moments {
     double sum, squares;  // squares of the deviations from the mean
@@ -293,11 +303,11 @@ class Forward {
   /// Chan's formula. part(c): the moments of `values` more values of channel c.
   template <typename Part>
   static void add(double count, Sums into, double values, Index channels, const Part& part) {
-    const double per_value = 1 / values, per_count = count > 0 ? 1 / count : 0;
-    const double weight = count * values / (count + values);
+    // Products are exact where quotients round, so equal means contribute nothing.
+    const double weight = count > 0 ? 1 / (count * values * (count + values)) : 0;
     for (Index c = 0; c < channels; ++c) {
       const Moments more = part(c);
-      const double delta = more.sum * per_value - into.first[c] * per_count;
+      const double delta = more.sum * count - into.first[c] * values;
       into.first[c] += more.sum;
       into.second[c] += more.squares + delta * delta * weight;
     }
@@ -355,11 +365,15 @@ class Backward {
         sums_(context, plan_.workers * 2 * geometry_.width_of_values()) {
     // Both passes need them.
     for (Index s = 0; s < geometry_.streams; ++s) {
+      A *means = mean_.of_stream(s), *scales = scale_.of_stream(s), *shifts = shift_.of_stream(s);
       for (Index c = 0; c < geometry_.channels; ++c) {
         const Index at = s * geometry_.channels + c;
-        mean_.set(s, c, value(call.mean, at));
-        scale_.set(s, c, value(call.inverse_deviation, at) * weight_.get(at, 1));
-        shift_.set(s, c, bias_.get(at, 0));
+        means[c] = value(call.mean, at);
+        scales[c] = value(call.inverse_deviation, at) * weight_.get(at, 1);
+        shifts[c] = bias_.get(at, 0);
+      }
+      for (const auto* values : {&mean_, &scale_, &shift_}) {
+        values->repeat(s, 0, geometry_.channels);
       }
     }
     plan_.run(*this);
@@ -379,27 +393,26 @@ class Backward {
       A *sums = sums_.data() + worker * 2 * width, *products = sums + width;
       kernels_.gradient_sums(shape, inputs(worker, shape, piece, offset), sums, products);
       const Index columns = shape.planar ? 1 : shape.columns;
+      double *first = part.first, *second = part.second;
       for (Index i = 0; i < columns; i += size) {
-        for (Index c = 0; c < size; ++c) {
-          part.first[c] += sums[i + c];
-          part.second[c] += products[i + c];
-        }
+        for (Index c = 0; c < size; ++c) first[c] += sums[i + c];
+        for (Index c = 0; c < size; ++c) second[c] += products[i + c];
       }
     });
   }
 
   void merge(double, Sums into, double, Sums part, Index channels) const {
-    for (Index c = 0; c < channels; ++c) {
-      into.first[c] += part.first[c];
-      into.second[c] += part.second[c];
-    }
+    for (Index c = 0; c < channels; ++c) into.first[c] += part.first[c];
+    for (Index c = 0; c < channels; ++c) into.second[c] += part.second[c];
   }
 
   void finish(Index stream, Index first, Index channels, Sums sums) const {
+    const double own = blanked_.values(stream);
+    A *slopes = slope_.of_stream(stream), *offsets = offset_.of_stream(stream);
     for (Index i = 0; i < channels; ++i) {
       const Index c = first + i, at = stream * geometry_.channels + c;
       const double inverse = value(call_.inverse_deviation, at);
-      double count = blanked_.values(stream), dbias = sums.first[i];
+      double count = own, dbias = sums.first[i];
       double dweight = sums.second[i] * inverse;
       if (dweight_.defined()) dweight_[at] = static_cast<A>(dweight);
       if (dbias_.defined()) dbias_[at] = static_cast<A>(dbias);
@@ -409,10 +422,11 @@ class Backward {
       if (call_.group.defined()) {
         Group<A>(call_.group, geometry_.channels, stream, c).load(count, dbias, dweight);
       }
-      const double scale = inverse * weight_.get(at, 1);
-      slope_.set(stream, c, static_cast<A>(-scale * inverse * dweight / count));
-      offset_.set(stream, c, static_cast<A>(-scale * dbias / count));
+      const double scale = -inverse * weight_.get(at, 1) / count;
+      slopes[c] = static_cast<A>(scale * inverse * dweight);
+      offsets[c] = static_cast<A>(scale * dbias);
     }
+    for (const auto* values : {&slope_, &offset_}) values->repeat(stream, first, channels);
   }
 
   void apply(Index worker, const Piece& piece) const {

@@ -16,9 +16,9 @@ constexpr Index kPlaneElements = 4 * 1024;  // NCHW: a piece that fits L1, for i
 constexpr Index kRowElements = 64 * 1024;   // channels-last: a piece that fits L2
 constexpr Index kPieceRows = 32;            // fewer rows would make partial sums too expensive
 constexpr Index kMostPieceRows = 128;       // more would make sums of float32 inexact
-constexpr Index kShortRow = 128;            // channels-last: rows shorter than this are joined
+constexpr Index kShortRow = 1024;           // channels-last: rows shorter than this are joined
 constexpr Index kJoinedRow = 16;            // to a multiple of the widest vector
-constexpr Index kStreamBytes = 6 << 20;     // outputs this large bypass the caches
+constexpr Index kStreamBytes = 2 << 20;     // outputs this large bypass the caches
 
 inline Index rounded_up(Index value, Index step) { return (value + step - 1) / step * step; }
 

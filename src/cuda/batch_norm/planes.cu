@@ -8,7 +8,9 @@
 #include "cuda/batch_norm/planes.cuh"
 
 #include <algorithm>
+#include <cstdint>
 #include <optional>
+#include <type_traits>
 
 #include "cuda/batch_norm/finish.cuh"
 #include "cuda/batch_norm/units.cuh"
@@ -71,6 +73,23 @@ struct Piece {
     return mask;
   }
 };
+
+template <typename T>
+using Bits = std::conditional_t<sizeof(T) == 2, std::uint16_t, std::uint32_t>;
+
+/// Reads `count` values into words of zeros: the end of an array, which fills its last vector in
+/// part. An asynchronous copy could leave out the rest too, but memcheck reports the whole vector.
+template <typename U, int kWords>
+__device__ __forceinline__ void gather_words(unsigned (&words)[kWords], const void* from,
+                                             int count) {
+  constexpr int kEach = 4 / sizeof(U);
+#pragma unroll
+  for (int i = 0; i < kWords * kEach; ++i) {
+    if (i >= count) continue;
+    const unsigned value = static_cast<const U*>(from)[i];
+    words[i / kEach] |= value << i % kEach * 8 * sizeof(U);
+  }
+}
 
 /// A block's part of its channel.
 template <typename T>
@@ -148,13 +167,15 @@ struct PlanePart {
   /// Starts to copy a vector of an image. Behind the image there is nothing to read.
   __device__ __forceinline__ void copy(unsigned shared, const void* image, Index at) const {
     const T* const from = static_cast<const T*>(image) + at;
-    if (!cut.is_ragged) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+    if (cut.is_ragged && cut.total - at < kVector) {
+      unsigned words[4] = {};
+      gather_words<Bits<T>>(words, from, static_cast<int>(cut.total - at));
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]),
+                   "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   : "memory");
       return;
     }
-    const int real = static_cast<int>(min(Index{kVector}, cut.total - at) * sizeof(T));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(real)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
   }
 };
 
@@ -537,11 +558,16 @@ __global__ void __launch_bounds__(kMostThreads, 2)
           part.copy(to + 2 * image, a.residual, piece.at);
         } else if (a.passes != nullptr) {
           const Index byte = (piece.at >> 5) * 4;
-          const int real = static_cast<int>(min(Index{4}, bit_bytes - byte));
-          asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(
-                           words + copied * (step_bytes / 4)),
-                       "l"(a.passes + byte), "r"(real)
-                       : "memory");
+          const unsigned to_word = words + copied * (step_bytes / 4);
+          if (bit_bytes - byte < 4) {
+            unsigned word[1] = {};
+            gather_words<std::uint8_t>(word, a.passes + byte, static_cast<int>(bit_bytes - byte));
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(to_word), "r"(word[0]) : "memory");
+          } else {
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_word),
+                         "l"(a.passes + byte)
+                         : "memory");
+          }
         }
       }
       ahead.next(part);

@@ -68,13 +68,15 @@ TEST_F(CudaBatchNorm, ShortPlanes) {
   struct Sizes {
     Index s, n, c, h, w;
   };
-  // Planes of whole vectors and others, planes smaller than a vector, one block and clusters.
+  // Planes of whole vectors and others, planes smaller than a vector, one block and clusters. The
+  // image of 3 x 65 x 7 x 5 ends within a vector, and its bits within a word.
   for (const Sizes& z : {Sizes{0, 4, 8, 7, 7},
                          {0, 2, 16, 14, 14},
                          {0, 32, 3, 1, 3},
                          {0, 16, 2, 1, 2},
                          {2, 5, 16, 11, 13},
                          {0, 16, 2, 33, 33},
+                         {0, 3, 65, 7, 5},
                          {3, 4, 40, 17, 2},
                          {0, 8, 2, 64, 65},
                          {0, 1, 300, 4, 8}}) {
