@@ -261,7 +261,7 @@ TensorView channels_last(TensorView image) {
   for (const int d : {r - 3, r - 1, r - 2, r - 4, r - 5}) {
     if (d < 0) break;
     image.strides[d] = stride;
-    stride *= image.sizes[d];
+    stride *= std::max<std::int64_t>(image.sizes[d], 1);
   }
   return image;
 }

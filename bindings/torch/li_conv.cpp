@@ -89,7 +89,7 @@ class Inputs {
   bool is_packed_;
 };
 
-/// What the results' sizes depend on, as far as the core has not checked it yet.
+/// Sizes of the results. Checks only what it reads; the core checks the rest.
 struct ResultSizes {
   std::int64_t streams, n, k, d, p, q;
 

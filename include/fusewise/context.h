@@ -8,7 +8,8 @@
 namespace fusewise {
 
 /// Source of scratch memory. Memory is ordered by the context's stream: after `deallocate` it may
-/// be reused by work that is enqueued later on the same stream.
+/// be reused by work that is enqueued later on the same stream. On the CPU several threads of one
+/// call may use it at once.
 class Allocator {
  public:
   virtual ~Allocator() = default;
@@ -62,8 +63,8 @@ class Convolution {
   /// padding are the same in both directions.
   ///
   /// Requirements on the call: all tensors have one floating dtype and one device, and no size is
-  /// 0. x and w may have any strides. y and dy are channels-last without gaps. Results overlap
-  /// nothing, and their old contents must not be read. They may have any strides.
+  /// 0. y and dy are channels-last without gaps; x, w, dx and dw may have any strides. y, dx and dw
+  /// overlap nothing, and their old contents must not be read.
   ///
   /// Guarantees of the result: sums are at least float32 (float64 for float64). On CUDA the work is
   /// enqueued on the context's stream. An exception ends the call of the operator and reaches its

@@ -17,12 +17,14 @@
 ///
 /// Shapes: N images of H x W, and P x Q after the convolution; C_s channels of a stream before it,
 /// K after it; E and D channels of the integrated stream before and after it. The first layer has
-/// no m. Types: float32, float64, float16 or bfloat16, the same for all tensors of a call. Sums are
-/// float32 (float64 for float64). Layouts: u and y are channels-last without gaps, mix and
-/// previous are dense, the others may have any strides. The same holds for their gradients. N may
-/// be 0, every other size is at least 1. Convolutions: `Context::convolution`; without it the CPU
-/// has loops of its own. Memory: see tensor.h; no output may overlap an input or another output.
-/// Errors: `Error`, before anything is written. Exceptions of a caller's convolution pass through.
+/// no m. N may be 0, every other size is at least 1. Types: float32, float64, float16 or bfloat16,
+/// the same for all tensors of a call. Sums are float32 (float64 for float64); the CPU's own
+/// convolution rounds partial sums of half precision. Layouts: u, y, du and dy are channels-last
+/// without gaps; mix, previous, dmix and dprevious are dense; x, w, m and their gradients may have
+/// any strides. Convolutions: `Context::convolution`; without it the CPU has loops of its own.
+/// Where t > 1, CUDA reads m by that convolution too, with its settings. Memory: see tensor.h; no
+/// output may overlap an input or another output. Errors: `Error`, before anything is written.
+/// Exceptions of a caller's convolution pass through.
 namespace fusewise {
 
 struct LiConvStream {
@@ -41,7 +43,7 @@ struct LiConvForward {
   TensorView m;                           ///< in, [N, E, H, W]; absent in the first layer
   TensorView previous;                    ///< in, [D, E]; absent where m is
   std::int64_t stride = 1;
-  std::int64_t padding = 0;  ///< on each side; m is not padded
+  std::int64_t padding = 0;  ///< less than R; where m is given, R is odd and this is R / 2
   /// How the GEMMs are computed. The convolutions follow the settings of whoever computes them.
   ProductMath math{};
 

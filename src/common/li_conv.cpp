@@ -123,15 +123,16 @@ LiConvSizes check_inputs(const Call& call, const Kind& kind) {
           call.previous);
     check(is_dense(call.previous), "previous: expected a dense tensor");
   }
+  check(first_layer || s.r % 2 == 1, "w: expected an odd kernel size where m is given, got ", s.r);
+  check(first_layer || call.padding == s.r / 2, "padding: expected ", s.r / 2, " for a kernel of ",
+        s.r, " where m is given, got ", call.padding);
+  check(call.padding < s.r, "padding: expected less than the kernel's ", s.r, ", got ",
+        call.padding);
   const std::int64_t least = std::max<std::int64_t>(1, s.r - 2 * call.padding);
   check(s.h >= least && s.w >= least, "x: expected H and W >= ", least, " for a kernel of ", s.r,
         " with padding ", call.padding, ", got ", call.streams[0].x);
   s.p = convolved(s.h, s.r, call.stride, call.padding);
   s.q = convolved(s.w, s.r, call.stride, call.padding);
-  check(first_layer ||
-            (s.p == convolved(s.h, 1, call.stride, 0) && s.q == convolved(s.w, 1, call.stride, 0)),
-        "padding: expected ", (s.r - 1) / 2, " for a kernel of ", s.r, " beside m, got ",
-        call.padding);
   return s;
 }
 

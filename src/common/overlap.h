@@ -13,7 +13,7 @@ namespace fusewise {
 struct Argument {
   const char* name;
   const TensorView& view;
-  int number = -1;              // in a stack: its layer, which becomes part of the name
+  int number = -1;             // in a stack: its layer, which becomes part of the name
   const char* part = "layer";  // what the number counts
 };
 

@@ -67,7 +67,7 @@ class Taps {
     });
   }
 
-  /// The taps that read pixel (h, w) of x: offsets into the rows of its image.
+  /// Calls each(offset) for every place in the rows of an image that holds a copy of pixel (h, w).
   template <typename Each>
   void for_readers(Index h, Index w, const Each& each) const {
     for (Index r = 0; r < kernel_; ++r) {

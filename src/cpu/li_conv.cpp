@@ -20,7 +20,8 @@ namespace {
 
 using Index = std::int64_t;
 
-constexpr Index kBlockBytes = 1 << 20;  // of rows between a copy and a GEMM: stays in the cache
+// Size of a block of gathered rows. It stays in the cache until the GEMM reads it.
+constexpr Index kBlockBytes = 1 << 20;
 constexpr Index kPieceElements = 64 * 1024;  // work unit of a cheap pass, for one thread
 
 template <typename T>

@@ -432,9 +432,11 @@ TEST_F(LiConvErrors, Numbers) {
   forward.padding = -1;
   expect("padding: expected at least 0, got -1");
   forward.padding = 0;
-  expect("padding: expected 1 for a kernel of 3 beside m, got 0");
+  expect("padding: expected 1 for a kernel of 3 where m is given, got 0");
   t = LiCase({.h = 2, .has_m = false}, DType::f32);
   forward = t.forward(views = t.views());
+  forward.padding = std::int64_t{1} << 62;
+  expect("padding: expected less than the kernel's 3, got 4611686018427387904");
   forward.padding = 0;
   expect("x: expected H and W >= 3 for a kernel of 3 with padding 0, got [2, 4, 2, 6]");
 }

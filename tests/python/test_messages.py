@@ -171,9 +171,13 @@ MISTAKES = {
     "previous: expected [4, 6], got [4, 5]": lambda: streams(previous=zeros(4, 5)),
     "stride: expected at least 1, got 0": lambda: streams(stride=0),
     "padding: expected at least 0, got -1": lambda: streams(padding=-1),
-    "padding: expected 1 for a kernel of 3 beside m, got 0": lambda: streams(padding=0),
-    "x: expected H and W >= 5 for a kernel of 5 with padding 0, got [2, 6, 5, 4]": (
-        lambda: streams(weights=[zeros(4, 6, 5, 5)] * 2, padding=0)
+    "padding: expected 1 for a kernel of 3 where m is given, got 0": lambda: streams(padding=0),
+    "padding: expected less than the kernel's 3, got 3": lambda: streams(first=True, padding=3),
+    "w: expected an odd kernel size where m is given, got 2": lambda: streams(
+        weights=[zeros(4, 6, 2, 2)] * 2
+    ),
+    "x: expected H and W >= 3 for a kernel of 3 with padding 0, got [2, 3, 5, 2]": (
+        lambda: streams(first=True, x=[zeros(2, 3, 5, 2), zeros(2, 1, 5, 2)], padding=0)
     ),
     "x: expected [N, 18] or [N, 3, 6], got [2, 17]": lambda: model(x=zeros(2, 17)),
     "x: expected [N, 18] or [N, 3, 6], got [2, 6, 3]": lambda: model(x=zeros(2, 6, 3)),

@@ -123,6 +123,13 @@ def _check_kind(name, tensor, first):
 
 
 def _convolved(image, r, stride, padding, has_m):
+    if has_m and r % 2 == 0:
+        _refuse(f"w: expected an odd kernel size where m is given, got {r}")
+    if has_m and padding != r // 2:
+        wanted = f"{r // 2} for a kernel of {r} where m is given"
+        _refuse(f"padding: expected {wanted}, got {padding}")
+    if padding >= r:
+        _refuse(f"padding: expected less than the kernel's {r}, got {padding}")
     h, w = image.shape[2:]
     least = max(1, r - 2 * padding)
     if h < least or w < least:
@@ -130,10 +137,7 @@ def _convolved(image, r, stride, padding, has_m):
             f"x: expected H and W >= {least} for a kernel of {r} with padding {padding}, got "
             f"{list(image.shape)}"
         )
-    p, q = ((size + 2 * padding - r) // stride + 1 for size in (h, w))
-    if has_m and r != 2 * padding + 1 and (p, q) != ((h - 1) // stride + 1, (w - 1) // stride + 1):
-        _refuse(f"padding: expected {(r - 1) // 2} for a kernel of {r} beside m, got {padding}")
-    return p, q
+    return tuple((size + 2 * padding - r) // stride + 1 for size in (h, w))
 
 
 def _matrix(tensor: Tensor) -> list[int]:

@@ -48,7 +48,7 @@ def li_conv(
         mix: one `[D, K]` or `[D, K, 1, 1]` per stream.
         previous: `[D, C]` or `[D, C, 1, 1]`; None in the first layer.
         stride, padding: of the streams' convolutions, in both directions. m is read at every
-            stride-th pixel, so beside `previous` the padding must be half the kernel.
+            stride-th pixel, so where it is given the kernel is odd and the padding half of it.
         integrated_only: whether to return y alone.
 
     Returns:

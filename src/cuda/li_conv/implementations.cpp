@@ -1,6 +1,6 @@
 // LINet's convolution on CUDA. The context computes the convolutions; cuBLASLt adds the GEMMs of
-// the integration into y, and in backward into the streams' gradients. u and dy are read once for
-// each GEMM. Bound by the convolutions.
+// the integration into y, and in backward into copies of the streams' gradients. u and dy are read
+// once for each GEMM. Bound by the convolutions.
 
 #include <cuda_runtime_api.h>
 
@@ -49,7 +49,7 @@ bool is_matrix_of_pixels(const TensorView& m, Index stride) {
   return stride == 1 && is_channels_last(m);
 }
 
-/// d = a b, or d += a b, which cannot be tuned.
+/// d = a b. With `add`: d += a b; tuning is off then, because it overwrites d.
 void multiply(const Context& context, ProductMath math, const TensorView& a, const TensorView& b,
               const TensorView& d, bool add, BatchSize batch = BatchSize::rows) {
   Product p{};
