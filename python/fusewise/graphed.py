@@ -39,7 +39,8 @@ def graphed(model: torch.nn.Module, *inputs: Tensor, **keywords: Tensor) -> "Gra
     Returns:
         A module with the parameters, buffers and state dict of the model, which it has as
         `module`. Its outputs are the caller's own; the next call does not overwrite them. Backward
-        must come before the next call. There is no second backward.
+        must come before the next call. There is no second backward. Gradients of parameters that
+        `torch.autograd.grad` returns are in the graph's memory: the next backward overwrites them.
 
     Raises:
         TypeError: If an input is no tensor, or the model is no module.
@@ -131,15 +132,18 @@ class _Capture:
         self.autocast = _autocast()
         self.gradients = torch.is_grad_enabled()
         self.calls = 0
-        self.static: dict[Tensor, int] | None = None
-        """The addresses of the parameters' gradients in the graph, after the first backward."""
+        self.addresses: dict[Tensor, set[int]] = {}
+        """Where each parameter's gradients have been, those in the graph's memory among them."""
 
     def __call__(self, inputs, keywords):
         tensors = {f"inputs[{i}]": t for i, t in enumerate(inputs)} | keywords
         self._check_inputs(tensors)
         self._check_state()
         self.calls += 1
-        outputs = self.replay(*(tensors[name] for name in self.samples))
+        inputs = [tensors[name] for name in self.samples]
+        if torch.is_grad_enabled():
+            inputs = [_OwnGradient.apply(t) if t.requires_grad else t for t in inputs]
+        outputs = self.replay(*inputs)
         leaves, form = tree_flatten(outputs)
         return tree_unflatten(_Own.apply(self, *leaves), form)
 
@@ -195,27 +199,36 @@ class _Capture:
                 "graphed: this is the backward of a call whose memory a later call has "
                 "overwritten; call backward before the model is called again"
             )
-        parameters = [place.tensor for place in self.places if place.requires_grad]
-        if self.static is None:
-            self.static = {}
-            for p in parameters:
-                if p.requires_grad:
-                    _once(p, self.static)
         # Autograd takes the graph's memory as .grad where there was none. The replay would
         # overwrite it before it is added to, so that accumulated gradients would be wrong.
-        for p in parameters:
-            if p.grad is not None and p.grad.data_ptr() == self.static.get(p):
+        for place in self.places:
+            p = place.tensor
+            if not place.requires_grad or not p.requires_grad:
+                continue
+            if p not in self.addresses:
+                self.addresses[p] = _addresses(p)
+            if p.grad is not None and p.grad.data_ptr() in self.addresses[p]:
                 p.grad = p.grad.clone()
 
 
-def _once(p: Tensor, addresses: dict[Tensor, int]) -> None:
-    """Keeps the address of the next gradient of a parameter."""
+def _addresses(p: Tensor) -> set[int]:
+    """Fills with the address of every gradient that reaches a parameter. Not only of the first,
+    which may be a sum with what reaches it from outside of the graph."""
+    found: set[int] = set()
+    p.register_hook(lambda gradient: found.add(gradient.data_ptr()))
+    return found
 
-    def keep(gradient):
-        addresses[p] = gradient.data_ptr()
-        handle.remove()
 
-    handle = p.register_hook(keep)
+class _OwnGradient(torch.autograd.Function):
+    """An input as it is. Its gradient is a copy, because the graph's is overwritten."""
+
+    @staticmethod
+    def forward(ctx, t):
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone()
 
 
 class _Own(torch.autograd.Function):

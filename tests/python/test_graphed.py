@@ -141,6 +141,34 @@ def test_gradients_add_up(replays, set_to_none):
         plain.zero_grad(set_to_none), ours.zero_grad(set_to_none)
 
 
+def test_gradients_add_up_to_those_from_outside(replays):
+    """In the first backward a penalty reaches the weights too, and one is frozen."""
+    plain = nn.Linear(3, 2)
+    ours = fusewise.graphed(copy.deepcopy(plain), torch.randn(4, 3))
+    for m in (plain, ours):
+        m.bias.requires_grad_(False)
+    for step in range(4):
+        x = torch.randn(4, 3)
+        for m in (plain, ours):
+            penalty = m.weight.square().sum() if step == 0 else 0
+            (m(x).square().sum() + penalty).backward()
+            if step == 0:
+                m.zero_grad()
+                m.bias.requires_grad_(True)
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad)
+
+
+def test_gradients_of_inputs_are_the_callers(replays):
+    ours = fusewise.graphed(nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True))
+    first, second = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+    ours(first).sum().backward()
+    kept = first.grad.clone()
+    (5 * ours(second)).sum().backward()
+    torch.testing.assert_close(first.grad, kept)
+    torch.testing.assert_close(second.grad, 5 * kept)
+
+
 def test_outputs_are_the_callers(replays):
     ours = fusewise.graphed(nn.Linear(3, 2), torch.randn(4, 3))
     first = ours(torch.randn(4, 3))

@@ -188,3 +188,109 @@ def test_tools_know_the_norm():
     assert model.bn1.num_batches_tracked == 3 and model.bn1.momentum == 0.1
     with pytest.raises(RuntimeError, match="init_process_group first"):
         fusewise.nn.convert_sync_batchnorm(model)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_no_samples_in_a_norm(momentum):
+    """It is a step, and no update of a stream. A mistake changes nothing."""
+    norm = LIBatchNorm2d(4, 2, momentum=momentum)
+    batches = [torch.randn(3, 2, 4, 5, 5) for _ in range(2)]
+    norm(batches[0])
+    before = {key: t.clone() for key, t in norm.state_dict().items()}
+    empty = batches[0][:, :0]
+    with pytest.raises(RuntimeError, match="residual"):
+        norm(empty, empty[..., :1])
+    assert norm.num_batches_tracked == 1
+    norm(empty), norm.forward_stream(1, empty[1])
+    after = norm.state_dict()
+    assert after.pop("num_batches_tracked") == before.pop("num_batches_tracked") + 1
+    for key, t in before.items():
+        assert torch.equal(after[key], t), key
+    if momentum is None:
+        norm.forward_stream(1, batches[1][1])
+        means = [batch[1].mean((0, 2, 3)) for batch in batches]
+        torch.testing.assert_close(norm.stream1_running_mean, (means[0] + means[1]) / 2)
+
+
+@pytest.mark.parametrize("i", [-1, 2])
+def test_streams_that_do_not_exist(i):
+    x = torch.randn(2, 4, 5, 5)
+    layers = LIConv2d([4, 4], 4, 3), LIBatchNorm2d(4, 2), LIBasicBlock(4, 4, 2)
+    for layer in layers:
+        before = {key: t.clone() for key, t in layer.state_dict().items()}
+        with pytest.raises(ValueError, match=rf"^i: expected .*, got {i}$"):
+            layer.forward_stream(i, x)
+        for key, t in layer.state_dict().items():
+            assert torch.equal(t, before[key]), key
+
+
+def test_statistics_by_name():
+    """As torch.distributed.checkpoint looks them up."""
+    norm = LIBatchNorm2d(4, 2)
+    norm(torch.randn(3, 2, 4, 5, 5))
+    for key, t in norm.state_dict().items():
+        found = norm
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert torch.equal(found, t), key
+    with pytest.raises(AttributeError, match="stream2_running_mean"):
+        norm.stream2_running_mean  # noqa: B018
+
+
+def test_a_part_of_a_checkpoint_for_a_model_without_memory():
+    state = LIBatchNorm2d(4, 2).state_dict()
+    state["stream0_running_mean"] = torch.full((4,), 7.0)
+    del state["stream1_running_var"], state["num_batches_tracked"]
+    with torch.device("meta"):
+        norm = LIBatchNorm2d(4, 2)
+    missing, _ = norm.load_state_dict(state, strict=False, assign=True)
+    assert missing == ["stream1_running_var", "num_batches_tracked"]
+    assert norm.running_mean[0].tolist() == [7.0] * 4 and norm.running_var[1].tolist() == [1.0] * 4
+    assert norm.updates.tolist() == [0, 0, 0]
+
+
+def test_layers_keep_the_layout_of_blanked_streams():
+    layer, blanked = (
+        LIConv2d([4, 4], 4, 3, bias=True),
+        torch.tensor([[True, False], [False, False]]),
+    )
+    x = torch.randn(3, 2, 5, 6, 4).movedim(-1, 2)
+    assert layer(x, blanked).stride() == layer(x).stride() == x.stride()
+
+
+def test_all_biases_have_gradients():
+    layer = LIConv2d([4, 4], 4, 3, bias=True)
+    layer(torch.randn(3, 2, 4, 5, 5), integrated_only=True).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_parts_of_the_wrong_kind():
+    norm, layer = LIBatchNorm2d(4, 2), LIConv2d([4, 4], 4, 3)
+    x, blanked = torch.randn(3, 2, 4, 5, 5), torch.zeros(2, 2, dtype=torch.bool)
+    for call, message in (
+        (lambda: norm(x, blanked=[True]), "blanked: expected a tensor or None, got list"),
+        (lambda: norm([x]), "x: expected a tensor, got list"),
+        (lambda: layer([x], blanked), "x: expected [3, N, C, H, W], got list"),
+        (lambda: layer(x[0], blanked), "x: expected [3, N, C, H, W], got [2, 4, 5, 5]"),
+        (
+            lambda: LIConv2d([4, 4], 4, 3, first=True)(None),
+            "x: expected 2 images, one per stream, got NoneType",
+        ),
+        (
+            lambda: fusewise.models.LIResNet(LIBasicBlock, (1, 1, 1)),
+            "layers: expected the blocks of four stages, got (1, 1, 1)",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        assert str(caught.value) == message
+
+
+def test_transforms_of_a_model():
+    """torch.func sees the formulas of all operators."""
+    model = fusewise.models.li_resnet18((2,), num_classes=2, width=0.125).double().eval()
+    x = torch.randn(2, 2, 33, 33, dtype=torch.float64)
+    slope = torch.func.grad(lambda x: model(x).square().sum())(x)
+    right = x.clone().requires_grad_()
+    model(right).square().sum().backward()
+    torch.testing.assert_close(slope, right.grad)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..functional._transforms import refuse_script
 from ..nn import LIBasicBlock, LIBatchNorm2d, LIBottleneck, LIConv2d
 from ..nn._checks import floating, whole
-from ..nn.li_conv import with_integrated
+from ..nn.li_conv import check_stream, with_integrated
 
 
 class LIResNet(nn.Module):
@@ -48,6 +48,10 @@ class LIResNet(nn.Module):
         if not isinstance(width, (int, float)) or not (64 * width >= 1 and width * 64 % 1 == 0):
             raise ValueError(f"width: expected 64 * width to be a whole number, got {width!r}")
         channels = int(64 * width)
+        if len(layers) != 4:
+            raise ValueError(f"layers: expected the blocks of four stages, got {tuple(layers)}")
+        for count in layers:
+            whole("layers", count)
         kind = {"device": device, "dtype": dtype}
         self.conv1 = LIConv2d(stream_channels, channels, 7, 2, first=True, **kind)
         streams = len(stream_channels)
@@ -62,8 +66,14 @@ class LIResNet(nn.Module):
             self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(inputs, num_classes, **kind)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew as torchvision's ResNet does, and resets the statistics."""
         for module in self.modules():
-            if isinstance(module, LIConv2d):
+            if isinstance(module, (LIBatchNorm2d, nn.Linear)):
+                module.reset_parameters()
+            elif isinstance(module, LIConv2d):
                 for weight in module.parameters():
                     nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
 
@@ -104,7 +114,6 @@ class LIResNet(nn.Module):
         Returns:
             `[N, features]`.
         """
-        self._check_stream(i)
         x = self.bn1.forward_stream(i, self.conv1.forward_stream(i, x))
         for block in self._blocks()[:-1]:
             x = block.forward_stream(i, x)
@@ -112,7 +121,7 @@ class LIResNet(nn.Module):
 
     def stream_parameters(self, i: int) -> list[nn.Parameter]:
         """The parameters of stream i: its convolutions and its norms."""
-        self._check_stream(i)
+        check_stream(i, len(self.conv1.stream_channels))
         ends = (f"stream_weights.{i}", f"stream_biases.{i}")
         return [p for name, p in self.named_parameters() if name.endswith(ends)]
 
@@ -121,11 +130,6 @@ class LIResNet(nn.Module):
         streams = range(len(self.conv1.stream_channels))
         own = {id(p) for i in streams for p in self.stream_parameters(i)}
         return [p for p in self.parameters() if id(p) not in own]
-
-    def _check_stream(self, i):
-        whole("i", i, least=0)
-        if i >= len(self.conv1.stream_channels):
-            raise ValueError(f"i: expected less than {len(self.conv1.stream_channels)}, got {i}")
 
     def _blocks(self):
         return [block for i in range(1, 5) for block in self.get_submodule(f"layer{i}")]

@@ -8,7 +8,7 @@ from .._ops import BATCH_NORM_ACT
 from ..functional._transforms import refuse_script
 from ._checks import floating, one_of, true_or_false, whole
 from .batch_norm import SharedNorm
-from .li_conv import WithUnused, check_blanked, with_integrated
+from .li_conv import check_blanked, check_stream, with_integrated, with_unused
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -111,51 +111,60 @@ class LIBatchNorm2d(SharedNorm):
             residual: x's shape, or None.
             blanked: bool `[S, N]`, or None. True where a sample of a stream is absent: it does not
                 count, and its result and gradients are 0. Or the same with a last row of False for
-                the integrated stream, `[S + 1, N]`, which saves a copy in each call.
+                the integrated stream, `[S + 1, N]`, which saves a copy in each call. That this row
+                is False is not checked.
             integrated_only: whether x is the integrated stream alone. The parameters of the streams
                 then get gradients of 0, and their statistics stay.
         """
         self._check(x, 4 if integrated_only else 5)
         if integrated_only:
-            x = WithUnused.apply(x, *list(self.stream_weights), *list(self.stream_biases))
-            return self._norm(x, -1, self.integrated_weight, self.integrated_bias, residual, None)
-        if blanked is not None and blanked.shape[:1] != (self.num_streams + 1,):
+            x = with_unused(x, [*list(self.stream_weights), *list(self.stream_biases)])
+            parameters = self.integrated_weight, self.integrated_bias
+            return self._norm(x, -1, parameters, residual, self.num_batches_tracked)
+        padded = isinstance(blanked, Tensor) and blanked.shape[:1] == (self.num_streams + 1,)
+        if blanked is not None and not padded:
             check_blanked(blanked, self.num_streams, x.shape[1], x.device)
             blanked = with_integrated(blanked)
-        if self.training and x.shape[1] == 0:  # no stream has values, but it is a step
-            self.num_batches_tracked.add_(1)
         weight = torch.stack([*list(self.stream_weights), self.integrated_weight])
         bias = torch.stack([*list(self.stream_biases), self.integrated_bias])
-        return self._norm(x, slice(None), weight, bias, residual, blanked)
+        y = self._norm(x, slice(None), (weight, bias), residual, self.updates, blanked)
+        if self.training and x.shape[1] == 0:  # no stream was updated, but it was a step
+            self.num_batches_tracked.add_(1)
+        return y
 
     def forward_stream(self, i: int, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Stream i alone, `[N, C, H, W]`. Training updates its statistics and not
         `num_batches_tracked`."""
+        check_stream(i, self.num_streams)
         self._check(x, 4)
-        return self._norm(x, i, self.stream_weights[i], self.stream_biases[i], residual, None)
+        counter = self.updates[i]
+        if x.shape[0] == 0:  # a call, but not an update
+            counter = counter.clone()
+        parameters = self.stream_weights[i], self.stream_biases[i]
+        return self._norm(x, i, parameters, residual, counter)
 
     def _check(self, x, dimensions):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
         c, streams = self.num_features, self.num_streams + 1
         right = x.dim() == dimensions and x.shape[-3] == c
         if not right or (dimensions == 5 and x.shape[0] != streams):
             wanted = f"[N, {c}, H, W]" if dimensions == 4 else f"[{streams}, N, {c}, H, W]"
             raise ValueError(f"x: expected {wanted}, got {list(x.shape)}")
 
-    def _norm(self, x, streams, weight, bias, residual, blanked):
+    def _norm(self, x, streams, parameters, residual, counter, blanked=None):
         """With the statistics of one stream or of all."""
-        counted = self.training and (x.dim() == 4 or x.shape[1] > 0)
         return functional.batch_norm_act(
             x,
             self.running_mean[streams],
             self.running_var[streams],
-            weight,
-            bias,
+            *parameters,
             residual,
             activation=self.activation,
             training=self.training,
             momentum=self.momentum,
             eps=self.eps,
-            num_batches_tracked=self.updates[streams] if counted else None,
+            num_batches_tracked=counter if self.training else None,
             blanked=blanked,
             max_pool=self.max_pool,
             process_group=self.process_group if self.training else None,
@@ -207,12 +216,27 @@ class LIBatchNorm2d(SharedNorm):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _assign(self, given):
-        """New buffers with these values, for a model whose own are on the meta device."""
-        for name in _STATISTICS:
-            packed = [given[f"{stream}_{name}"] for stream in self._names()]
+        """New buffers with these values, for a model whose own are on the meta device. What a
+        partial checkpoint lacks is reset."""
+        devices = [t.device for t in given.values() if t.device.type != "meta"]
+
+        def real(t, value):
+            known = t.device.type != "meta" or not devices
+            return t if known else torch.full_like(t, value, device=devices[0])
+
+        for name, value in zip(_STATISTICS, (0, 1), strict=True):
+            packed = [real(given[f"{stream}_{name}"], value) for stream in self._names()]
             setattr(self, name, torch.stack(packed))
-        tracked = given["num_batches_tracked"].reshape(1)
-        self.updates = torch.cat([given["stream_updates"], tracked])
+        counters = real(given["stream_updates"], 0), real(given["num_batches_tracked"], 0)
+        self.updates = torch.cat([counter.reshape(-1) for counter in counters])
+
+    def __getattr__(self, name: str):
+        """The statistics of a stream by their names in the state dict, as views: some tools look
+        up every entry of the state dict as an attribute."""
+        stream, _, kind = name.partition("_")
+        if kind in _STATISTICS and stream in (names := self._names()):
+            return super().__getattr__(kind)[names.index(stream)]
+        return super().__getattr__(name)
 
     __prepare_scriptable__ = refuse_script
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..functional._products import autocast_dtype
-from ..functional._transforms import refuse_script
+from ..functional._transforms import needs_formula, refuse_script
 from ._checks import floating, true_or_false, whole
 
 
@@ -76,7 +76,7 @@ class LIConv2d(nn.Module):
 
         def parameter(*shape):
             data = torch.empty(shape, **kind)
-            if len(shape) == 4:  # the layout that the convolutions take without a copy
+            if len(shape) == 4 and shape[-1] > 1:  # as the convolutions take it without a copy
                 data = data.to(memory_format=torch.channels_last)
             return nn.Parameter(data)
 
@@ -86,7 +86,7 @@ class LIConv2d(nn.Module):
         k, out = kernel_size, out_channels
         self.stream_weights = each(lambda channels: parameter(out, channels, k, k))
         self.integration_from_streams = each(lambda _: parameter(out, out, 1, 1))
-        if first:  # so that the state dict has it, in the same shape rule as in other layers
+        if first:  # empty, so that the state dict has the key
             self.register_buffer("integrated_weight", torch.empty(out, 0, 1, 1, **kind))
         else:
             self.integrated_weight = parameter(out, self.stream_channels[0], 1, 1)
@@ -139,7 +139,7 @@ class LIConv2d(nn.Module):
         if self.stream_biases is None:
             return y
         if integrated_only:
-            y = WithUnused.apply(y, *list(self.stream_biases))
+            y = with_unused(y, self.stream_biases)
             return y + self.integrated_bias.to(y.dtype)[:, None, None]
         biases = torch.stack([*list(self.stream_biases), self.integrated_bias]).to(y.dtype)
         y = y + biases[:, None, :, None, None]
@@ -147,8 +147,8 @@ class LIConv2d(nn.Module):
 
     def _images(self, x):
         count = len(self.stream_channels)
-        if isinstance(x, Tensor) or len(x) != count:
-            got = "a tensor" if isinstance(x, Tensor) else len(x)
+        if not isinstance(x, (list, tuple)) or len(x) != count:
+            got = len(x) if isinstance(x, (list, tuple)) else type(x).__name__
             raise ValueError(f"x: expected {count} images, one per stream, got {got}")
         for i, (image, channels) in enumerate(zip(x, self.stream_channels, strict=True)):
             if not isinstance(image, Tensor):
@@ -159,13 +159,19 @@ class LIConv2d(nn.Module):
         return list(x)
 
     def _without_blanked(self, x, blanked):
-        check_blanked(blanked, len(self.stream_channels), x[0].shape[-4], x[0].device)
+        count = len(self.stream_channels)
+        first = x[0] if self.first else x
+        if not isinstance(first, Tensor) or first.dim() != 5 - self.first:
+            got = list(first.shape) if isinstance(first, Tensor) else type(first).__name__
+            raise ValueError(f"x: expected [{count + 1}, N, C, H, W], got {got}")
+        check_blanked(blanked, count, first.shape[-4], first.device)
         if self.first:
             return [without(image, gone) for image, gone in zip(x, blanked, strict=True)]
         return without(x, with_integrated(blanked))
 
     def forward_stream(self, i: int, x: Tensor) -> Tensor:
         """Stream i alone: its convolution and its bias, `[N, out_channels, P, Q]`."""
+        check_stream(i, len(self.stream_channels))
         weight, channels = self.stream_weights[i], self.stream_channels[i]
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
@@ -187,22 +193,30 @@ class LIConv2d(nn.Module):
         )
 
 
-class WithUnused(torch.autograd.Function):
+def with_unused(x: Tensor, parameters) -> Tensor:
     """x itself. The parameters get gradients of 0, so that DDP does not wait for them."""
+    learned = [p for p in parameters if p.requires_grad]
+    if not learned or not torch.is_grad_enabled() or needs_formula():
+        return x
+    return _WithUnused.apply(x, *learned)
 
+
+class _WithUnused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *parameters):
-        ctx.save_for_backward(*parameters)
+        ctx.kinds = [(p.shape, {"dtype": p.dtype, "device": p.device}) for p in parameters]
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        needed = ctx.needs_input_grad[1:]
-        zeros = (
-            torch.zeros_like(p) if need else None
-            for p, need in zip(ctx.saved_tensors, needed, strict=True)
-        )
-        return gradient, *zeros
+        return gradient, *(torch.zeros(shape, **kind) for shape, kind in ctx.kinds)
+
+
+def check_stream(i: int, streams: int) -> None:
+    """Raises unless i is the number of a stream."""
+    whole("i", i, least=0)
+    if i >= streams:
+        raise ValueError(f"i: expected less than {streams}, got {i}")
 
 
 def check_blanked(blanked: Tensor, streams: int, n: int, device: torch.device) -> None:
@@ -224,8 +238,8 @@ def with_integrated(blanked: Tensor) -> Tensor:
 
 
 def without(x: Tensor, blanked: Tensor) -> Tensor:
-    """x with 0 in the samples that are blanked."""
-    return x.masked_fill(blanked[..., None, None, None], 0)
+    """x with 0 in the samples that are blanked, in x's layout."""
+    return torch.where(blanked[..., None, None, None], x.new_zeros(()), x)
 
 
 def _draw_bias(bias: Tensor, inputs: int) -> None:
