@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .._usage import UsageError
 from ..bench.environment import command
-from ..bench.runner import usable_device
+from ..bench.tasks import usable_device
 from ..profile.model import make_model
 from .options import Options
 from .report import Report

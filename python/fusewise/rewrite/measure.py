@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from .._torch_private import tree_leaves
 from ..bench.floor import cache_bytes
 from ..bench.measure import Call, GraphTimer, LoopTimer, interleave, peak_bytes
-from ..bench.runner import Effort
 from ..bench.statistics import Ratio, median, ratio_of_sums
+from ..bench.tasks import Effort
 from .setting import Setting
 
 # Whole models differ by less than their parts, which takes more samples to see.
