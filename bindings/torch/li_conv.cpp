@@ -128,13 +128,8 @@ std::pair<Tensor, TensorView> new_image(const Tensor& like, TensorView view) {
 Tensor channels_last_tensor(const char* name, const Tensor& tensor) {
   const TensorView view = view_of(name, tensor);
   check(view.rank >= 4, name, ": expected at least 4 dimensions, got ", view);
-  const TensorView wanted = channels_last(view);
-  bool fits = true;
-  for (int d = 0; d < view.rank; ++d) {
-    fits = fits && (view.sizes[d] <= 1 || view.strides[d] == wanted.strides[d]);
-  }
-  if (fits) return tensor;
-  Tensor made = new_strided(tensor, wanted);
+  if (is_channels_last(view)) return tensor;
+  Tensor made = new_strided(tensor, channels_last(view));
   copy(tensor, made);
   return made;
 }

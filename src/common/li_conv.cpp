@@ -41,24 +41,12 @@ bool has_sizes(const TensorView& t, std::initializer_list<std::int64_t> sizes) {
          std::equal(sizes.begin(), sizes.end(), t.sizes.begin());
 }
 
-/// Strides of a channels-last image [..., N, C, H, W] without gaps.
-bool is_channels_last(const TensorView& t) {
-  std::int64_t stride = 1;
-  for (const int d : {t.rank - 3, t.rank - 1, t.rank - 2, t.rank - 4, t.rank - 5}) {
-    if (d < 0) break;
-    if (t.sizes[d] > 1 && t.strides[d] != stride) return false;
-    stride *= t.sizes[d];
-  }
-  return true;
-}
-
 void check_image(const char* name, const TensorView& t, const Kind& kind,
                  std::initializer_list<std::int64_t> sizes) {
   kind.check_tensor(name, t);
   TensorView expected(nullptr, t.dtype, t.device, sizes);
   check(has_sizes(t, sizes), name, ": expected ", expected, ", got ", t);
-  check(t.numel() == 0 || is_channels_last(t), name,
-        ": expected a channels-last tensor without gaps");
+  check(is_channels_last(t), name, ": expected a channels-last tensor without gaps");
 }
 
 /// The gradient of a tensor has its shape and type.
@@ -237,6 +225,17 @@ LiConvSizes check_sizes(const LiConvBackward& call) {
           "dprevious: expected a dense tensor");
   }
   return s;
+}
+
+bool is_channels_last(const TensorView& t) {
+  if (t.numel() == 0) return true;
+  std::int64_t stride = 1;
+  for (const int d : {t.rank - 3, t.rank - 1, t.rank - 2, t.rank - 4, t.rank - 5}) {
+    if (d < 0) break;
+    if (t.sizes[d] > 1 && t.strides[d] != stride) return false;
+    stride *= t.sizes[d];
+  }
+  return true;
 }
 
 TensorView stream_of(const TensorView& packed, std::int64_t stream) {

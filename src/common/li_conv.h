@@ -21,6 +21,8 @@ struct LiConvSizes {
 LiConvSizes check_sizes(const LiConvForward& call);
 LiConvSizes check_sizes(const LiConvBackward& call);
 
+/// Whether an image [..., N, C, H, W] is channels-last without gaps.
+bool is_channels_last(const TensorView& t);
 /// One stream of a stream-major tensor [S, N, C, H, W].
 TensorView stream_of(const TensorView& packed, std::int64_t stream);
 /// A channels-last image [N, C, H, W] without gaps as the matrix [N * H * W, C].

@@ -12,14 +12,7 @@
 #include "fusewise/linear_act.h"
 
 namespace fusewise::cpu {
-namespace {
 
-using Index = std::int64_t;
-
-constexpr Index kBlockBytes = 1 << 20;
-constexpr Index kPieceElements = 64 * 1024;  // work unit of a cheap pass, for one thread
-
-/// d = a b^T.
 void multiply(const Context& context, const TensorView& a, const TensorView& b,
               const TensorView& d) {
   LinearActForward call;
@@ -29,6 +22,13 @@ void multiply(const Context& context, const TensorView& a, const TensorView& b,
   call.activation = Activation::identity;
   linear_act(context, call);
 }
+
+namespace {
+
+using Index = std::int64_t;
+
+constexpr Index kBlockBytes = 1 << 20;
+constexpr Index kPieceElements = 64 * 1024;  // work unit of a cheap pass, for one thread
 
 template <typename T>
 T* at(const TensorView& t, Index a, Index b, Index c, Index d) {

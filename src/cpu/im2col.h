@@ -8,6 +8,10 @@
 
 namespace fusewise::cpu {
 
+/// d = a b^T, by the context's GEMM or the library's own.
+void multiply(const Context& context, const TensorView& a, const TensorView& b,
+              const TensorView& d);
+
 template <typename T>
 class Im2col final : public Convolution {
  public:

@@ -48,7 +48,7 @@ class Operation {
     for (Index first = 0; first < s.pixels(); first += block) {
       const Index count = std::min(block, s.pixels() - first);
       gather_rows(call, s, first, count, rows.data());
-      multiply(matrix(call.y, rows.data(), count, width(s)), w,
+      multiply(context_, matrix(call.y, rows.data(), count, width(s)), w,
                matrix(call.y, data(call.y) + first * s.d, count, s.d));
     }
   }
@@ -94,16 +94,6 @@ class Operation {
             call.dy.device,
             {s.streams, s.n, s.k, s.p, s.q},
             {s.pixels() * s.k, s.p * s.q * s.k, 1, s.q * s.k, s.k}};
-  }
-
-  /// d = a b^T.
-  void multiply(const TensorView& a, const TensorView& b, const TensorView& d) const {
-    LinearActForward call;
-    call.x = a;
-    call.w = b;
-    call.y = d;
-    call.activation = Activation::identity;
-    linear_act(context_, call);
   }
 
   /// Calls body on pieces of [0, count), with a piece of work for each thread.
@@ -157,14 +147,15 @@ class Operation {
     const TensorView dy = transposed(as_matrix(call.dy));
     for (Index i = 0; i < s.streams; ++i) {
       const TensorView& dmix = call.streams[i].dmix;
-      if (dmix.defined()) multiply(dy, transposed(as_matrix(stream_of(call.u, i))), dmix);
+      if (dmix.defined()) multiply(context_, dy, transposed(as_matrix(stream_of(call.u, i))), dmix);
     }
     if (!call.dprevious.defined()) return;
     const Scratch<T> rows(context_, s.pixels() * s.e);
     in_pieces(s.pixels(), s.e, [&](Index i) {
       read_pixel(call.m, pixel(call.m, s, call.stride, i), s.e, rows.data() + i * s.e);
     });
-    multiply(dy, transposed(matrix(call.dy, rows.data(), s.pixels(), s.e)), call.dprevious);
+    multiply(context_, dy, transposed(matrix(call.dy, rows.data(), s.pixels(), s.e)),
+             call.dprevious);
   }
 
   /// The gradients of all u_s, du included, to `g`, and dm.
@@ -177,7 +168,7 @@ class Operation {
     const Scratch<T> rows(context_, block * width(s));
     for (Index first = 0; first < s.pixels(); first += block) {
       const Index count = std::min(block, s.pixels() - first);
-      multiply(matrix(call.dy, data(call.dy) + first * s.d, count, s.d), w,
+      multiply(context_, matrix(call.dy, data(call.dy) + first * s.d, count, s.d), w,
                matrix(call.dy, rows.data(), count, width(s)));
       in_pieces(count, 2 * width(s), [&](Index i) {
         const T* from = rows.data() + i * width(s);

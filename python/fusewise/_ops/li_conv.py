@@ -7,13 +7,11 @@ checks give the messages of the C++ core.
 import torch
 from torch import Tensor
 
-from ._operator import _HALF, _check_device, _name, _refuse
+from ._operator import _FLOATING, _check_device, _name, _refuse
 
 li_conv = torch.ops.fusewise._li_conv.default
 li_conv_backward = torch.ops.fusewise._li_conv_backward.default
 li_conv_explain = torch.ops.fusewise._li_conv_explain.default
-
-_FLOATING = (torch.float32, torch.float64, *_HALF)
 
 
 @torch.library.register_fake("fusewise::_li_conv")

@@ -20,15 +20,6 @@ namespace {
 
 using Index = std::int64_t;
 
-bool is_channels_last(const TensorView& t) {
-  Index stride = 1;
-  for (const int d : {1, 3, 2, 0}) {
-    if (t.sizes[d] > 1 && t.strides[d] != stride) return false;
-    stride *= t.sizes[d];
-  }
-  return true;
-}
-
 /// Whether the elements fill their memory, in whatever order.
 bool has_no_gaps(const TensorView& t) {
   if (!t.defined()) return true;
