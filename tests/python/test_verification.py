@@ -251,3 +251,19 @@ def test_the_autoencoders_tests_refuse_wrong_results(monkeypatch, dtypes, output
         outputs,
         lambda spoiled: monkeypatch.setattr(autoencoder_reference, "gradients", lambda *_: spoiled),
     )
+
+
+def _units_near_kinks(activation, gate, dtypes):
+    case = reference.make_case((8, 96, 3, 3), 24, dtypes=dtypes, activation=activation, gate=gate)
+    functions = zip(reference.units(case), (activation, gate), strict=True)
+    return sum(reference.near_kinks(z, fn, case.x.dtype).sum().item() for z, fn in functions)
+
+
+@pytest.mark.parametrize("dtypes", ["bf16", "fp16-fp32"])
+@pytest.mark.parametrize("functions", [("relu", "hardsigmoid"), ("hardswish", "sigmoid")])
+def test_rounding_decides_no_slope(functions, dtypes, monkeypatch):
+    """In the random inputs of the tests of Squeeze-and-Excitation."""
+    dtypes = reference.DTYPES[dtypes]
+    assert [_units_near_kinks(*functions, dtypes) for _ in range(10)] == [0] * 10
+    monkeypatch.setattr(reference, "_leave_kinks", lambda case: None)
+    assert any(_units_near_kinks(*functions, dtypes) for _ in range(100))
