@@ -79,7 +79,7 @@ class Bits {
 
   Rows<std::uint8_t> rows(Index worker, const BatchNormShape& shape) const {
     if (bytes_ == 0) return {};
-    return {own_.data() + worker * bytes_, (shape.columns + 7) / 8};
+    return {own_.data() + worker * bytes_, (shape.columns * shape.channels + 7) / 8};
   }
   void put(Index worker, const BatchNormShape& shape, const Piece& piece, Index offset) const {
     each(worker, shape, piece, offset, [&](std::uint8_t* row, Index bit, Index count) {
@@ -102,7 +102,8 @@ class Bits {
     if (g.planar) {
       const Index first = (sample * g.channels + piece.channel) * g.pixels + piece.pixel;
       for (Index row = 0; row < shape.rows; ++row) {
-        body(data + row * stride, first + row * g.channels * g.pixels, shape.columns);
+        body(data + row * stride, first + row * g.channels * g.pixels,
+             shape.columns * shape.channels);
       }
       return;
     }

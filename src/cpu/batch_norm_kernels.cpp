@@ -55,6 +55,7 @@ constexpr int kGroup = 4;
 /// Rows of which the pivot is the mean. If it is that of k among n values, the sum of squared
 /// differences from it is at most 1 + n / k times that from the mean, so little cancels.
 constexpr Index kPivotRows = 8;
+constexpr Index kRowsPerPivot = 16;  // of a bundle: one row of the pivot's for so many rows
 
 /// Into L2, because L1 is too small for the groups of several tensors.
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
@@ -177,6 +178,33 @@ struct MeanTerms {
   }
 };
 
+/// Values of a bundle's channels, repeated for every pixel.
+template <typename A>
+class Repeated {
+ public:
+  Repeated(const BatchNormShape& shape, const A* values) {
+    if (values == nullptr) return;
+    given_ = true;
+    constexpr int kLanes = Memory<A>::kLanes;
+    for (Index c = 0; c < shape.channels; ++c) {
+      const LanesOf<A> value = LanesOf<A>{} + values[c];
+      A* const to = values_ + c * shape.columns;
+      for (Index i = 0; i < shape.columns; i += kLanes) Memory<A>::store(to + i, value);
+    }
+  }
+  const A* data() const { return given_ ? values_ : nullptr; }
+
+ private:
+  // Whole vectors are written. What is behind a plane is overwritten by the next one.
+  alignas(kBytes) A values_[kBundledRow + Memory<A>::kLanes];
+  bool given_ = false;
+};
+
+/// The rows of a bundle as rows of channels.
+BatchNormShape as_rows(const BatchNormShape& bundle) {
+  return {bundle.rows, bundle.columns * bundle.channels, false, bundle.stream};
+}
+
 /// x - pivot and its square.
 template <typename T, bool kPlanar>
 struct MomentTerms {
@@ -198,31 +226,71 @@ struct MomentTerms {
   }
 };
 
+/// The sums over each plane of a row of a bundle.
+template <typename A>
+void add_pixels(const BatchNormShape& bundle, const A* values, A* sums) {
+  for (Index c = 0; c < bundle.channels; ++c) {
+    const Rows<const A> plane{values + c * bundle.columns, bundle.columns};
+    sum_planes<A, 1>({1, bundle.columns}, {sums + c}, MeanTerms<A>{plane, 1});
+  }
+}
+
+/// A factor with which a sum of so many values does not overflow. A power of two, so that nothing
+/// is rounded.
+template <typename A>
+A scale_for(A values) {
+  A scale = 1;
+  while (scale * values > 1) scale /= 2;
+  return scale;
+}
+
+/// Sums become means, those that are not finite 0.
+template <typename A>
+void become_means(Index channels, A share, A* sums) {
+  for (Index c = 0; c < channels; ++c) {
+    const A mean = sums[c] * share;
+    sums[c] = mean - mean == 0 ? mean : 0;
+  }
+}
+
 template <typename T, bool kPlanar>
 void moments_of(BatchNormShape shape, Rows<const T> x, AccumulatorOf<T>* pivots,
                 AccumulatorOf<T>* sums, AccumulatorOf<T>* squares) {
   using A = AccumulatorOf<T>;
   BatchNormShape some = shape;
   if (!kPlanar && some.rows > kPivotRows) some.rows = kPivotRows;
-  const A values = A(kPlanar ? shape.rows * shape.columns : some.rows);
-  // So that the sum does not overflow. A power of two, so that nothing is rounded.
-  A scale = 1;
-  while (scale * values > 1) scale /= 2;
+  const A values = A(kPlanar ? shape.rows * shape.columns : some.rows), scale = scale_for(values);
   sum<T, kPlanar, 1>(some, {pivots}, MeanTerms<T>{x, scale});
-  const A share = A(1) / (values * scale);
-  const Index channels = kPlanar ? 1 : shape.columns;
-  for (Index c = 0; c < channels; ++c) {
-    const A pivot = pivots[c] * share;
-    pivots[c] = pivot - pivot == 0 ? pivot : 0;
-  }
+  become_means(kPlanar ? 1 : shape.columns, A(1) / (values * scale), pivots);
   const PerChannel<A, kPlanar> pivot(pivots);
   sum<T, kPlanar, 2>(shape, {sums, squares}, MomentTerms<T, kPlanar>{x, pivot});
 }
 
 template <typename T>
+void moments_of_bundle(const BatchNormShape& bundle, Rows<const T> x, AccumulatorOf<T>* pivots,
+                       AccumulatorOf<T>* sums, AccumulatorOf<T>* squares) {
+  using A = AccumulatorOf<T>;
+  const BatchNormShape shape = as_rows(bundle);
+  BatchNormShape some = shape;
+  some.rows = (shape.rows + kRowsPerPivot - 1) / kRowsPerPivot;
+  const A values = A(some.rows * bundle.columns), scale = scale_for(values);
+  A first[kBundledRow], second[kBundledRow];
+  sum_rows<T, 1>(some, {first}, MeanTerms<T>{x, scale});
+  add_pixels<A>(bundle, first, pivots);
+  become_means(bundle.channels, A(1) / (values * scale), pivots);
+  const Repeated<A> repeated(bundle, pivots);
+  const PerChannel<A, false> pivot(repeated.data());
+  sum_rows<T, 2>(shape, {first, second}, MomentTerms<T, false>{x, pivot});
+  add_pixels<A>(bundle, first, sums);
+  add_pixels<A>(bundle, second, squares);
+}
+
+template <typename T>
 void moments(const BatchNormShape& shape, Rows<const T> x, AccumulatorOf<T>* pivots,
              AccumulatorOf<T>* sums, AccumulatorOf<T>* squares) {
-  if (shape.planar)
+  if (shape.channels > 1)
+    moments_of_bundle<T>(shape, x, pivots, sums, squares);
+  else if (shape.planar)
     moments_of<T, true>(shape, x, pivots, sums, squares);
   else
     moments_of<T, false>(shape, x, pivots, sums, squares);
@@ -424,9 +492,30 @@ void normalize_as(BatchNormShape shape, const Normalization<T>& in, Rows<T> y,
   with_stream<T>(shape, run, y);
 }
 
+/// The values per channel of a bundle, as rows of channels need them.
+template <typename T>
+class RepeatedInputs {
+  using A = AccumulatorOf<T>;
+
+ public:
+  RepeatedInputs(const BatchNormShape& bundle, const Normalization<T>& in)
+      : in_(in), mean_(bundle, in.mean), scale_(bundle, in.scale), shift_(bundle, in.shift) {}
+  Normalization<T> get() const {
+    return {in_.x, in_.residual, mean_.data(), scale_.data(), shift_.data(), in_.activation};
+  }
+
+ private:
+  const Normalization<T>& in_;
+  const Repeated<A> mean_, scale_, shift_;
+};
+
 template <typename T>
 void normalize(const BatchNormShape& shape, const Normalization<T>& in, Rows<T> y,
                Rows<std::uint8_t> bits) {
+  if (shape.channels > 1) {
+    const RepeatedInputs<T> repeated(shape, in);
+    return normalize<T>(as_rows(shape), repeated.get(), y, bits);
+  }
   with_activation(in.activation, [&]<Activation kKind>() {
     const auto run = [&]<bool kPlanar>() {
       if constexpr (has_bits(kKind)) {
@@ -545,6 +634,15 @@ struct GradientTerms {
 template <typename T>
 void gradient_sums(const BatchNormShape& shape, const ActivationGradient<T>& in,
                    AccumulatorOf<T>* sums, AccumulatorOf<T>* products) {
+  if (shape.channels > 1) {
+    const RepeatedInputs<T> repeated(shape, in.forward);
+    ActivationGradient<T> rows = in;
+    rows.forward = repeated.get();
+    AccumulatorOf<T> first[kBundledRow], second[kBundledRow];
+    gradient_sums<T>(as_rows(shape), rows, first, second);
+    add_pixels(shape, first, sums);
+    return add_pixels(shape, second, products);
+  }
   with_gradient<T>(shape, in, [&]<bool kPlanar>(auto gradient) {
     sum<T, kPlanar, 2>(shape, {sums, products}, GradientTerms<T, decltype(gradient)>{gradient});
   });
@@ -555,6 +653,13 @@ void differentiate(const BatchNormShape& from, const ActivationGradient<T>& in,
                    const AccumulatorOf<T>* slopes, const AccumulatorOf<T>* offsets, Rows<T> dx,
                    Rows<T> dresidual) {
   using V = LanesOf<T>;
+  if (from.channels > 1) {
+    const RepeatedInputs<T> repeated(from, in.forward);
+    const Repeated<AccumulatorOf<T>> slope(from, slopes), offset(from, offsets);
+    ActivationGradient<T> rows = in;
+    rows.forward = repeated.get();
+    return differentiate<T>(as_rows(from), rows, slope.data(), offset.data(), dx, dresidual);
+  }
   with_gradient<T>(from, in, [=]<bool kPlanar>(auto gradient) {
     const BatchNormShape shape = from;
     const PerChannel<AccumulatorOf<T>, kPlanar> slope(slopes), offset(offsets);

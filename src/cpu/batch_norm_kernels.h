@@ -5,7 +5,8 @@
 //
 // All of them take a matrix of `rows` with `columns` contiguous elements. If it is `planar`, all
 // elements belong to one channel (rows of pixels), and the values per channel have one element.
-// Otherwise they have one element per column (channels-last).
+// With `channels`, so many such planes follow each other in a row. Otherwise the values per channel
+// have one element per column (channels-last).
 
 #include <cstdint>
 
@@ -24,8 +25,11 @@ struct Rows {
 struct BatchNormShape {
   std::int64_t rows = 0, columns = 0;
   bool planar = true;
-  bool stream = false;  // write outputs with streaming stores
+  bool stream = false;        // write outputs with streaming stores
+  std::int64_t channels = 1;  // planes of `columns` elements in a row
 };
+
+constexpr std::int64_t kBundledRow = 2048;  // the most elements in a row of several planes
 
 /// v = (x - mean) * scale + shift (+ residual).
 template <typename T, typename A = AccumulatorOf<T>>

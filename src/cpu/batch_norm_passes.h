@@ -91,7 +91,8 @@ template <typename T>
 void set_zero(const BatchNormShape& shape, Rows<T> rows) {
   if (rows.data == nullptr) return;
   for (Index row = 0; row < shape.rows; ++row) {
-    std::memset(static_cast<void*>(rows.data + row * rows.stride), 0, shape.columns * sizeof(T));
+    std::memset(static_cast<void*>(rows.data + row * rows.stride), 0,
+                shape.columns * shape.channels * sizeof(T));
   }
 }
 
@@ -172,7 +173,7 @@ class Forward {
   /// The sum of x - base, and of the squares of x - mean.
   void reduce(Index worker, const Piece& piece, Sums part) const {
     x_.gather(worker, piece);
-    const Index size = geometry_.channels_of_piece(), width = geometry_.width_of_values();
+    const Index size = piece.channels, width = geometry_.width_of_values();
     std::fill_n(part.first, size, 0.0);
     std::fill_n(part.second, size, 0.0);
     const Index first = piece.stream * geometry_.channels + piece.channel;
@@ -181,7 +182,7 @@ class Forward {
       A *pivots = sums_.data() + worker * 3 * width, *sums = pivots + width,
         *squares = sums + width;
       kernels_.moments(shape, readable(x_.rows(worker, piece, offset)), pivots, sums, squares);
-      const Index columns = shape.planar ? 1 : shape.columns;
+      const Index columns = shape.planar ? shape.channels : shape.columns;
       const auto values =
           static_cast<double>(shape.planar ? shape.rows * shape.columns : shape.rows);
       const double per_value = 1 / values;
@@ -386,13 +387,13 @@ class Backward {
   /// The sums of dv and of dv * (x - mean).
   void reduce(Index worker, const Piece& piece, Sums part) const {
     gather(worker, piece);
-    const Index size = geometry_.channels_of_piece(), width = geometry_.width_of_values();
+    const Index size = piece.channels, width = geometry_.width_of_values();
     std::fill_n(part.first, size, 0.0);
     std::fill_n(part.second, size, 0.0);
     geometry_.each_matrix(piece, [&](const BatchNormShape& shape, Index offset) {
       A *sums = sums_.data() + worker * 2 * width, *products = sums + width;
       kernels_.gradient_sums(shape, inputs(worker, shape, piece, offset), sums, products);
-      const Index columns = shape.planar ? 1 : shape.columns;
+      const Index columns = shape.planar ? shape.channels : shape.columns;
       double *first = part.first, *second = part.second;
       for (Index i = 0; i < columns; i += size) {
         for (Index c = 0; c < size; ++c) first[c] += sums[i + c];

@@ -13,6 +13,8 @@ namespace fusewise::cpu::batch_norm {
 using Index = std::int64_t;
 
 constexpr Index kPlaneElements = 4 * 1024;  // NCHW: a piece that fits L1, for it is read twice
+constexpr Index kBundle = 64;               // NCHW: most channels of a bundle of small planes
+constexpr Index kBundleElements = 1 << 18;  // of all samples, for a bundle is read twice
 constexpr Index kRowElements = 64 * 1024;   // channels-last: a piece that fits L2
 constexpr Index kPieceRows = 32;            // fewer rows would make partial sums too expensive
 constexpr Index kMostPieceRows = 128;       // more would make sums of float32 inexact
@@ -46,24 +48,27 @@ struct Images {
   }
 };
 
-/// Some pixels of some samples, of one channel (NCHW) or of all (channels-last, one sample).
+/// Some pixels of some samples, of one channel or a bundle (NCHW) or of all (channels-last, one
+/// sample).
 struct Piece {
-  Index stream, sample, samples, channel, pixel, pixels;
+  Index stream, sample, samples, channel, pixel, pixels, channels;
 };
 
-/// How all images of a call are cut into pieces: as planes (NCHW) or as rows of channels
-/// (channels-last). It follows from shapes and strides alone, and so does the order of all sums.
+/// How all images of a call are cut into pieces: as planes (NCHW), as bundles of small adjacent
+/// planes, or as rows of channels (channels-last). It follows from shapes and strides alone, and so
+/// does the order of all sums.
 struct Geometry {
   Index streams, samples, channels, height, width, pixels;
   bool planar;
   Index joined = 1;                // pixels in one row of the channels-last kernels
+  Index bundle, bundles;           // channels of a piece, and pieces that have all channels
   Index group = 1, chunk, chunks;  // samples and pixels of a piece, pieces of a sample
   bool stream = false;             // whether outputs are too large for the caches
-  Index pieces;                    // of one channel (NCHW) or of one stream
+  Index pieces;                    // of one bundle
 
   Geometry(std::initializer_list<const TensorView*> tensors, bool blanked)
       : Geometry(Images(**tensors.begin())) {
-    bool dense = true, merges = !planar && !blanked;
+    bool dense = true, merges = !planar && !blanked, adjacent = planar;
     for (const TensorView* t : tensors) {
       if (!t->defined()) continue;
       const Images images(*t);
@@ -71,13 +76,17 @@ struct Geometry {
       const Index stride = images.pixel_stride(channels);
       dense = dense && (!native || stride == channels);
       merges = merges && native && images.strides[1] == pixels * stride;
+      adjacent = adjacent && native && images.strides[2] == pixels;
     }
     if (merges) pixels *= samples, samples = std::min<Index>(samples, 1);
+    bundle = !planar ? channels : adjacent ? bundled() : 1;
+    bundles = (channels + bundle - 1) / bundle;
     if (planar) {
       chunks = (pixels + kPlaneElements - 1) / kPlaneElements;
       chunk = chunks == 1 ? pixels : rounded_up((pixels + chunks - 1) / chunks, 64);
-      if (!blanked)
-        group = std::clamp<Index>(kPlaneElements / pixels, 1, std::max<Index>(1, samples));
+      const Index most = bundle == 1 ? kPlaneElements / pixels
+                                     : std::min(kMostPieceRows, kRowElements / (bundle * pixels));
+      if (!blanked) group = std::clamp<Index>(most, 1, std::max<Index>(1, samples));
     } else {
       if (dense && channels % kJoinedRow != 0) joined = kJoinedRow / std::gcd(channels, kJoinedRow);
       if (dense && row() < kShortRow) joined *= (kShortRow + row() - 1) / row();
@@ -93,33 +102,50 @@ struct Geometry {
   Index width_of_values() const { return planar ? channels : row(); }
   Index elements() const { return streams * samples * channels * pixels; }
   /// An upper bound for the elements of a piece.
-  Index piece_elements() const { return planar ? group * chunk : chunk * channels; }
+  Index piece_elements() const { return group * chunk * bundle; }
   /// An upper bound for the rows of a piece.
   Index piece_rows() const { return planar ? group : chunk; }
-  /// Rows of channels-last pieces belong to all channels at once.
-  Index channels_of_piece() const { return planar ? 1 : channels; }
-
   /// Some pixels of one row of an image.
   Piece in_row(Index stream, Index sample, Index channel, Index h, Index w, Index count) const {
-    const Index image = height * width, pixel = h * width + w;
-    if (pixels == image) return {stream, sample, 1, channel, pixel, count};
-    return {stream, 0, 1, channel, sample * image + pixel, count};  // the samples are merged
+    const Index image = height * width, pixel = h * width + w, all = planar ? 1 : channels;
+    if (pixels == image) return {stream, sample, 1, channel, pixel, count, all};
+    return {stream, 0, 1, channel, sample * image + pixel, count, all};  // the samples are merged
   }
   Piece piece(Index stream, Index channel, Index i) const {
     const Index n = i / chunks * group, p = i % chunks * chunk;
-    return {stream, n, std::min(group, samples - n), channel, p, std::min(chunk, pixels - p)};
+    return {stream,
+            n,
+            std::min(group, samples - n),
+            channel,
+            p,
+            std::min(chunk, pixels - p),
+            std::min(bundle, channels - channel)};
   }
   /// Calls body(shape, offset) for the one or two matrices of a piece. The second one has the
   /// pixels that do not fill a joined row. offset: pixels before the matrix.
   template <typename Body>
   void each_matrix(const Piece& piece, const Body& body) const {
-    if (planar) return body(BatchNormShape{piece.samples, piece.pixels, true, stream}, Index(0));
+    if (planar) {
+      const BatchNormShape shape{piece.samples, piece.pixels, true, stream, piece.channels};
+      return body(shape, Index(0));
+    }
     const Index rows = piece.pixels / joined, rest = piece.pixels % joined;
     if (rows > 0) body(BatchNormShape{rows, row(), false, stream}, Index(0));
     if (rest > 0) body(BatchNormShape{1, rest * channels, false, stream}, rows * joined);
   }
 
  private:
+  /// How many adjacent planes go into a row: of small ones several, which then fill vectors, and
+  /// bytes of bits.
+  Index bundled() const {
+    Index count = kBundle;
+    while (count > 1 &&
+           (count * pixels > kBundledRow || count * pixels * samples > kBundleElements)) {
+      count /= 2;
+    }
+    return count * pixels % 8 == 0 ? count : 1;
+  }
+
   // The order of the saved bits follows from x, so x alone decides.
   explicit Geometry(const Images& x)
       : streams(x.sizes[0]),
@@ -160,7 +186,7 @@ class Image {
   double typical(Index stream, Index channel) const {
     if (geometry_.samples == 0) return 0;
     const Index count = std::min<Index>(16, images_.pixels());
-    const T* first = at({stream, 0, 1, channel, 0, 1}, 0);
+    const T* first = at({stream, 0, 1, channel, 0, 1, 1}, 0);
     double sum = 0;
     for (Index p = 0; p < count; ++p) {
       const Index h = p / geometry_.width, w = p % geometry_.width;
@@ -185,7 +211,7 @@ class Image {
   /// Calls body(index in the copy, element) for all elements of a piece.
   template <typename Body>
   void each(const Piece& piece, const Body& body) const {
-    const Index channels = geometry_.channels_of_piece();
+    const Index channels = piece.channels;
     Index i = 0;
     for (Index n = 0; n < piece.samples; ++n) {
       Index h = piece.pixel / geometry_.width, w = piece.pixel % geometry_.width;

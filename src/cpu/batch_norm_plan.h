@@ -2,6 +2,7 @@
 
 // How the pieces of BatchNorm are distributed over threads.
 
+#include "common/divide.h"
 #include "cpu/batch_norm_pieces.h"
 #include "cpu/threads.h"
 
@@ -28,28 +29,27 @@ class Plan {
         context_(context),
         geometry_(geometry),
         reduces_(reduces),
-        by_channel_(geometry.planar && is_even(geometry.streams * geometry.channels, workers)),
-        units_(geometry.planar ? geometry.streams * geometry.channels : geometry.streams),
-        size_(geometry.channels_of_piece()),
-        parts_(context, reduces && !by_channel_ ? 2 * size_ * units_ * geometry.pieces : 0),
+        units_(geometry.streams * geometry.bundles),
+        range_(std::max<Index>(1, kChannelRange / geometry.bundle)),
+        size_(geometry.bundle),
+        by_channel_(geometry.planar && is_even(divide_up(units_, range_), workers)),
+        parts_(context,
+               reduces ? 2 * size_ * (by_channel_ ? workers : units_ * geometry.pieces) : 0),
         totals_(context, 2 * geometry.streams * geometry.channels) {}
 
   template <typename Operation>
   void run(const Operation& operation) const {
     const Geometry& g = geometry_;
     if (by_channel_) {
-      const Index ranges = (units_ + kChannelRange - 1) / kChannelRange;
-      each(ranges, [&](Index worker, Index begin, Index end) {
-        const Index last = std::min(units_, end * kChannelRange);
-        for (Index unit = begin * kChannelRange; unit < last; ++unit) {
-          const Sums total = totals(unit);
-          double first, second;
-          const Sums part{&first, &second};
-          combine(operation, unit, 1, total, [&](const Piece& piece, Index) {
-            operation.reduce(worker, piece, part);
-            return part;
+      each(divide_up(units_, range_), [&](Index worker, Index begin, Index end) {
+        for (Index unit = begin * range_; unit < std::min(units_, end * range_); ++unit) {
+          const Piece all = piece(unit, 0);
+          const Sums total = totals(all, 0), sums = part(worker);
+          combine(operation, unit, all.channels, total, [&](const Piece& piece, Index) {
+            operation.reduce(worker, piece, sums);
+            return sums;
           });
-          operation.finish(unit / g.channels, unit % g.channels, 1, total);
+          operation.finish(all.stream, all.channel, all.channels, total);
           for (Index i = g.pieces - 1; i >= 0; --i) operation.apply(worker, piece(unit, i));
         }
       });
@@ -63,18 +63,18 @@ class Plan {
         }
       });
     }
-    const Index tiles = (size_ + kChannelTile - 1) / kChannelTile;
+    const Index tiles = divide_up(size_, kChannelTile);
     each(units_ * tiles, [&](Index, Index begin, Index end) {
       for (Index i = begin; i < end; ++i) {
         const Index unit = i / tiles, c = i % tiles * kChannelTile;
-        const Index count = std::min(kChannelTile, size_ - c);
-        const Sums total = totals(unit * size_ + c);
+        const Piece all = piece(unit, 0);
+        const Index count = std::min(kChannelTile, all.channels - c);
+        const Sums total = totals(all, c);
         combine(operation, unit, count, total, [&](const Piece&, Index k) {
           const Sums sums = part(unit * g.pieces + k);
           return Sums{sums.first + c, sums.second + c};
         });
-        const Index channel = unit * size_ + c;
-        operation.finish(channel / g.channels, channel % g.channels, count, total);
+        operation.finish(all.stream, all.channel + c, count, total);
       }
     });
     // In reverse order: what was read last is still in the nearest cache.
@@ -94,8 +94,7 @@ class Plan {
 
  private:
   /// Whether ranges of channels keep all workers busy.
-  static bool is_even(Index channels, int workers) {
-    const Index ranges = (channels + kChannelRange - 1) / kChannelRange;
+  static bool is_even(Index ranges, int workers) {
     return ranges % workers == 0 || ranges >= 4 * workers;
   }
   /// Calls work(worker, begin, end). A worker has the same range for the same count.
@@ -123,22 +122,24 @@ class Plan {
     }
   }
   Piece piece(Index unit, Index i) const {
-    if (!geometry_.planar) return geometry_.piece(unit, 0, i);
-    return geometry_.piece(unit / geometry_.channels, unit % geometry_.channels, i);
+    const Index bundles = geometry_.bundles;
+    return geometry_.piece(unit / bundles, unit % bundles * geometry_.bundle, i);
   }
   Sums part(Index i) const {
     double* from = parts_.data() + 2 * size_ * i;
     return {from, from + size_};
   }
-  Sums totals(Index channel) const {
-    return {totals_.data() + channel,
-            totals_.data() + geometry_.streams * geometry_.channels + channel};
+  /// Of the c-th channel of a piece.
+  Sums totals(const Piece& piece, Index c) const {
+    double* from = totals_.data() + piece.stream * geometry_.channels + piece.channel + c;
+    return {from, from + geometry_.streams * geometry_.channels};
   }
 
   const Context& context_;
   const Geometry& geometry_;
-  const bool reduces_, by_channel_;
-  const Index units_, size_;
+  const bool reduces_;
+  const Index units_, range_, size_;  // bundles, bundles of a range, channels of a bundle
+  const bool by_channel_;
   Scratch<double> parts_, totals_;
 };
 

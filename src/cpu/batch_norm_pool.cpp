@@ -193,14 +193,14 @@ class Unpooled {
 
   void gather(Index worker, const Piece& piece) const {
     A* to = pieces_.data() + worker * geometry_.piece_elements();
-    const Index image = geometry_.height * geometry_.width;
-    for (Index n = 0; n < piece.samples; ++n) {
+    const Index image = geometry_.height * geometry_.width, planes = planes_of(piece);
+    for (Index plane = 0; plane < piece.samples * planes; ++plane) {
       for (Index pixel = piece.pixel, end = piece.pixel + piece.pixels; pixel < end;) {
         // Samples may be merged: then the pixels of all of them have one number.
-        const Index sample = piece.sample + n + pixel / image;
+        const Index sample = piece.sample + plane / planes + pixel / image;
         const Index h = pixel % image / geometry_.width, w = pixel % geometry_.width;
         const Index count = std::min(geometry_.width - w, end - pixel);
-        unpool(worker, {piece.stream, sample, piece.channel, h}, w, count, to);
+        unpool(worker, {piece.stream, sample, piece.channel + plane % planes, h}, w, count, to);
         to += count * shape_.channels;
         pixel += count;
       }
@@ -208,10 +208,12 @@ class Unpooled {
   }
   Rows<A> rows(Index worker, const Piece& piece, Index offset) const {
     return {pieces_.data() + worker * geometry_.piece_elements() + offset * geometry_.channels,
-            geometry_.planar ? piece.pixels : geometry_.row()};
+            geometry_.planar ? piece.pixels * piece.channels : geometry_.row()};
   }
 
  private:
+  /// In a row of a piece.
+  Index planes_of(const Piece& piece) const { return geometry_.planar ? piece.channels : 1; }
   /// Pixels of row p.h of the input.
   void unpool(Index worker, OutputRows::Place p, Index w, Index count, A* to) const {
     PoolReaders<T> readers;

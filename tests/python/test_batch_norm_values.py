@@ -52,7 +52,9 @@ def test_every_layout_and_dtype(device, layout, dtypes, training):
             case.check_every_pool()
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, 1), (1, 65, 1, 2), (2, 3, 33, 31), (70, 8, 3, 3)])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 1, 1), (1, 65, 1, 2), (2, 3, 33, 31), (70, 8, 3, 3), (3, 70, 7, 7)]
+)
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 def test_odd_sizes(device, layout, shape):
     make_case(shape, device, layout=layout).check_every_implementation()
