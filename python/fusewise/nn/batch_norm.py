@@ -198,7 +198,8 @@ class BatchNormAct2d(SharedNorm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """
         Args:
-            x: `[N, C, H, W]`, any strides; channels_last is the fastest layout.
+            x: `[N, C, H, W]`, any strides; channels_last is the fastest layout. dtypes as in
+                `functional.batch_norm_act`.
             residual: x's shape and dtype, or None.
 
         Returns:

@@ -104,7 +104,7 @@ class LinearAct(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """
         Args:
-            x: `[..., in_features]`.
+            x: `[..., in_features]`, any strides; dtypes as in `functional.linear_act`.
 
         Returns:
             `[..., out_features]`, in x's dtype; under autocast, in autocast's dtype.

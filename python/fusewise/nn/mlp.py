@@ -113,7 +113,7 @@ class MLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """
         Args:
-            x: `[..., K_0]`.
+            x: `[..., K_0]`, any strides; dtypes as in `functional.linear_act`.
 
         Returns:
             `[..., K_n]`, in x's dtype; under autocast, in autocast's dtype.

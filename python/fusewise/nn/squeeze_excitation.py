@@ -114,7 +114,7 @@ class SqueezeExcitation(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """
         Args:
-            x: `[N, C, H, W]`, any strides.
+            x: `[N, C, H, W]`, any strides; dtypes as in `functional.squeeze_excite`.
 
         Returns:
             A tensor of x's shape, dtype and memory layout.
