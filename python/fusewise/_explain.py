@@ -22,7 +22,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Record:
-    """One call of an operator. The candidates are in the order in which they are tried."""
+    """One call of an operator. The candidates are in the order in which they are tried.
+
+    Example:
+        >>> import torch, fusewise
+        >>> layer, x = fusewise.nn.LinearAct(8, 4), torch.randn(2, 8)
+        >>> forward, backward = fusewise.explain(layer, x)
+        >>> forward.chosen in forward.able
+        True
+        >>> for name in forward.able:
+        ...     with fusewise.implementation(linear_act=name):
+        ...         y = layer(x)
+    """
 
     operator: str
     direction: str
@@ -35,6 +46,7 @@ class Record:
 
     @property
     def chosen(self) -> str:
+        """The name of the implementation that runs the call."""
         return next(candidate.name for candidate in self.candidates if candidate.chosen)
 
     @property
@@ -71,7 +83,23 @@ def explain(fn, *args, **kwargs) -> Explanation:
     If a gradient is needed, the matching backward is recorded next to its forward. Compiled
     functions run uncompiled here.
 
-    >>> print(fusewise.explain(model, x))
+    Args:
+        fn: A callable.
+        args, kwargs: Its arguments, tensors of any shape among them.
+
+    Returns:
+        A list of records, one per call and direction. `print` it, or read `chosen`, `able` and
+        `candidates` of a record.
+
+    Example:
+        >>> import torch, fusewise
+        >>> layer, x = fusewise.nn.LinearAct(8, 4), torch.randn(2, 8)
+        >>> for record in fusewise.explain(layer, x):
+        ...     print(record.operator, record.direction, record.input)
+        linear_act forward [2, 8] float32 cpu
+        linear_act backward [2, 8] float32 cpu
+        >>> print(fusewise.explain(torch.nn.Linear(8, 4), x))
+        no fusewise operator ran
     """
     outer, settings.records = settings.records, Explanation()
     try:

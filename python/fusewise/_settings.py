@@ -29,9 +29,6 @@ TORCH = "torch"
 class implementation:
     """A context manager that forces implementations by name, in the current thread.
 
-    >>> with fusewise.implementation(squeeze_excite="general"):
-    ...     y = model(x)
-
     Forward and backward are set separately; backward's name is `squeeze_excite_backward`. A call
     raises an error, with every reason, if the operator has no implementation of that name or if
     that implementation cannot run the call. In a nested block, an empty name lets the library
@@ -41,8 +38,22 @@ class implementation:
     same layer as plain torch operators. Exporters, FX tracing and quantisers need that. "torch"
     always covers forward and backward together; setting one sets both.
 
-    >>> with fusewise.implementation("torch"):
-    ...     torch.onnx.export(model, (x,), "model.onnx")
+    Args:
+        name: For every operator: "torch", or "" to let the library choose.
+        per_operator: For single operators, such as `squeeze_excite="portable"`. `fusewise.explain`
+            lists the names for a call, `fusewise info` all of them.
+
+    Raises:
+        ValueError: If there is no such operator.
+
+    Example:
+        >>> import torch, fusewise
+        >>> layer, x = fusewise.nn.LinearAct(8, 4), torch.randn(2, 8)
+        >>> with fusewise.implementation(linear_act="portable"):
+        ...     fusewise.explain(layer, x)[0].chosen
+        'portable'
+        >>> with fusewise.implementation("torch"):  # likewise torch.onnx.export
+        ...     traced = torch.fx.symbolic_trace(layer)
     """
 
     def __init__(self, name: str = "", /, **per_operator: str):

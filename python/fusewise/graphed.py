@@ -16,9 +16,6 @@ def graphed(model: torch.nn.Module, *inputs: Tensor, **keywords: Tensor) -> "Gra
     """Captures forward and backward of a model as CUDA graphs, by
     `torch.cuda.make_graphed_callables`. A call then costs the host two launches.
 
-    >>> model = fusewise.graphed(model, images)
-    >>> loss = criterion(model(images), labels)
-
     The model runs a few times before the capture, so that everything that is tuned at its first
     call is tuned. Afterwards buffers and random-number states are as before: none of these calls
     counts as a training step.
@@ -45,6 +42,14 @@ def graphed(model: torch.nn.Module, *inputs: Tensor, **keywords: Tensor) -> "Gra
     Raises:
         TypeError: If an input is no tensor, or the model is no module.
         RuntimeError: If something is not on one CUDA device, or cannot be captured.
+
+    Example:
+        >>> import torch, fusewise
+        >>> model, x = fusewise.nn.MLP([784, 256, 10]), torch.randn(32, 784)
+        >>> if torch.cuda.is_available():
+        ...     model, x = model.cuda(), x.cuda()
+        ...     model = fusewise.graphed(model, x)
+        >>> model(x).sum().backward()  # on a GPU one launch each way
     """
     _check_arguments(model, inputs, keywords)
     tensors = {f"inputs[{i}]": t for i, t in enumerate(inputs)} | keywords

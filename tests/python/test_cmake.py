@@ -16,9 +16,9 @@ def asked_for(path):
 
 
 def test_every_place_asks_for_the_same():
-    files = ("CMakeLists.txt", "examples/cpp/CMakeLists.txt", "README.md")
+    files = ("CMakeLists.txt", "examples/cpp/CMakeLists.txt", "docs/cpp.md")
     assert {asked_for(ROOT / name) for name in files} == {"3.25"}
-    assert "CMake 3.25 or newer, 3.30 with CUDA" in (ROOT / "README.md").read_text()
+    assert "CMake 3.25 or newer, 3.30 with CUDA" in (ROOT / "docs/cpp.md").read_text()
 
 
 def test_the_core_configures_with_the_systems_cmake(tmp_path):

@@ -31,7 +31,8 @@ def anchors(text):
 def broken_links(page):
     text = page.read_text()
     broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    images = re.findall(r'<(?:img|source) [^>]*?src(?:set)?="([^"]+)"', text)
+    for target in [*re.findall(r"\]\(([^)\s]+)\)", text), *images]:
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
@@ -55,6 +56,8 @@ def test_broken_links_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("[a](other.md#one-two--three) [b](missing.md) [c](other.md#two) [d](#none)\n")
     assert broken_links(page) == ["missing.md", "other.md#two", "#none"]
+    page.write_text('<source srcset="none.svg">\n<img src="other.md">\n')
+    assert broken_links(page) == ["none.svg"]
 
 
 def test_sources_name_pages_that_exist():

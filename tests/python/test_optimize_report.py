@@ -1,7 +1,6 @@
 """The report of `fusewise.optimize`, its variants, patterns of the user's own, and the command."""
 
 import copy
-import doctest
 import json
 import re
 from pathlib import Path
@@ -208,14 +207,6 @@ def test_the_samples_of_the_documentation(inject, no_patterns_afterwards, few_th
             pattern, call = sample[sample.index("@register") :].strip().split("\n\n\n")
             assert len(pattern.splitlines()) <= 10
             assert [row.result for row in names["report"].rows] == ["swapped"]
-
-
-@pytest.mark.parametrize("function", [fusewise.optimize, register])
-def test_the_examples_of_the_docstrings(inject, no_patterns_afterwards, function):
-    names = {"torch": torch, "fusewise": fusewise}
-    (example,) = doctest.DocTestFinder().find(function, globs=names)
-    assert len(example.examples) > 1
-    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def test_subclasses_of_a_registered_class_are_left_alone(inject, no_patterns_afterwards):

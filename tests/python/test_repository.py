@@ -47,11 +47,11 @@ def test_the_search_for_leaks_finds_them(tmp_path, text, found):
     assert found in kinds if found else not kinds
 
 
-def test_python_samples_of_the_readme_run_as_printed(run_python):
-    if not (ROOT / "README.md").is_file():
-        pytest.skip("there is no README.md here")
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/autoencoder.md", "docs/pytorch.md"])
+def test_python_samples_run_as_printed(page, run_python):
+    if not (ROOT / page).is_file():
+        pytest.skip(f"there is no {page} here")
+    text = (ROOT / page).read_text()
     samples = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     assert samples
-    for sample in samples:
-        run_python(sample)
+    run_python("\n".join(f"exec({sample!r}, {{}})" for sample in samples))

@@ -15,7 +15,7 @@ _MOST_ROWS = 200
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _FINE_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4)
 # Distinguishable without colours too. A family's own baselines get the looks in _MORE.
-_LOOKS = {
+LOOKS = {
     OURS: ("o", "#0b57a4"),
     "eager": ("s", "#c25e00"),
     "compile": ("^", "#2f7d4a"),
@@ -78,7 +78,7 @@ def _ratios(results: dict, rows: list[dict]):
             ]
             if found:
                 handles[name] = _marks(axes, results, name, found)
-        _ratio_axis(axes, _range(results, rows, clock))
+        ratio_axis(axes, _range(results, rows, clock))
         axes.set_xlabel(f"times faster, {CLOCKS[clock]}")
     _shares(panels[0][-1], rows, verdict.main_clock(results))
     panels[0][0].set_yticks(range(len(rows)), [" ".join(names(row)) for row in rows], fontsize=8)
@@ -117,11 +117,12 @@ def _range(results: dict, rows: list[dict], clock: str) -> tuple[float, float]:
     return min([*lows, 1]) / 1.1, max([*highs, 1]) * 1.1
 
 
-def _ratio_axis(axes, ends: tuple[float, float]) -> None:
+def ratio_axis(axes, ends: tuple[float, float]) -> None:
+    """A logarithmic axis of ratios, on which what is below 1 is red."""
     low, high = ends
     axes.set_xscale("log")
     axes.axvspan(low, 1, color="#b3261e", alpha=0.08)
-    axes.axvline(1, color="black", linewidth=1)
+    axes.axvline(1, color=pyplot.rcParams["axes.edgecolor"], linewidth=1)
     axes.set_xlim(low, high)
     ticks = [tick for tick in (_FINE_TICKS if high / low < 6 else _TICKS) if low <= tick <= high]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -133,7 +134,7 @@ def _ratio_axis(axes, ends: tuple[float, float]) -> None:
 def _shares(axes, rows: list[dict], clock: str) -> None:
     shares = [100 * row["floor"]["us"] / row["contenders"][OURS][clock]["median"] for row in rows]
     end = max(100, *shares)
-    axes.barh(range(len(rows)), shares, color=_LOOKS[OURS][1], height=0.6)
+    axes.barh(range(len(rows)), shares, color=LOOKS[OURS][1], height=0.6)
     for place, share in enumerate(shares):
         axes.text(1.04 * end, place, f"{share:.0f}%", fontsize=7, va="center")
     axes.axvline(100, color="black", linewidth=1, linestyle="--")
@@ -201,7 +202,7 @@ def _finish(figure, handles: dict) -> None:
 
 def _look(results: dict, name: str) -> tuple[str, str]:
     """Marker and colour."""
-    if name in _LOOKS:
-        return _LOOKS[name]
-    own = [each for each in results["baselines"] if each not in _LOOKS]
+    if name in LOOKS:
+        return LOOKS[name]
+    own = [each for each in results["baselines"] if each not in LOOKS]
     return _MORE[own.index(name) % len(_MORE)]

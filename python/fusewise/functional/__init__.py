@@ -4,6 +4,9 @@ Each function takes the cheapest correct path. Without gradients it calls the op
 With gradients it goes through a `torch.autograd.Function`. Under `torch.func`, forward-mode AD and
 double backward, where the fused operator cannot be used, it computes the same formula with torch's
 own operators.
+
+A wrong shape, dtype or device raises a RuntimeError or ValueError that names the argument. An
+argument that is no tensor raises a TypeError.
 """
 
 from ._transforms import refuse_script

@@ -67,6 +67,16 @@ def batch_norm_act(
 
     Raises:
         ValueError: In training with one value per channel, as torch does.
+
+    Example:
+        >>> import torch, fusewise
+        >>> x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+        >>> mean, var = torch.zeros(3), torch.ones(3)
+        >>> y = fusewise.functional.batch_norm_act(x, mean, var, residual=x, training=True)
+        >>> y.shape, bool((y >= 0).all())
+        (torch.Size([4, 3, 8, 8]), True)
+        >>> torch.allclose(mean, 0.1 * x.mean((0, 2, 3)), atol=1e-6)  # updated in place
+        True
     """
     shared = is_shared(process_group) and training
     if training and not shared and _has_one_value(x.shape):

@@ -54,6 +54,15 @@ def li_conv(
     Returns:
         u_1, ..., u_S and y, `[S + 1, N, K, P, Q]`, where K = D is required; with `integrated_only`
         y, `[N, D, P, Q]`. Channels-last, in x's dtype; under autocast, in autocast's dtype.
+
+    Example:
+        >>> import torch, fusewise
+        >>> rgb, depth = torch.randn(2, 3, 8, 8), torch.randn(2, 1, 8, 8)
+        >>> weights = [torch.randn(16, 3, 3, 3), torch.randn(16, 1, 3, 3)]
+        >>> mix = [torch.randn(16, 16), torch.randn(16, 16)]
+        >>> y = fusewise.functional.li_conv([rgb, depth], weights, mix, stride=2, padding=1)
+        >>> y.shape  # two streams and the integrated one
+        torch.Size([3, 2, 16, 4, 4])
     """
     forced, forced_backward = settings.li_conv, settings.li_conv_backward
     images = list(x) if isinstance(x, (list, tuple)) else [x]

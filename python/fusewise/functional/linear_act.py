@@ -21,6 +21,14 @@ def linear_act(x: Tensor, w: Tensor, b: Tensor | None = None, activation: str = 
 
     Returns:
         `[..., N]`, in x's dtype; under autocast, in autocast's dtype.
+
+    Example:
+        >>> import torch, fusewise
+        >>> x, w, b = torch.ones(3, 2), torch.tensor([[1.0, 1.0], [-1.0, 0.0]]), torch.zeros(2)
+        >>> fusewise.functional.linear_act(x, w, b, "relu")[0]
+        tensor([2., 0.])
+        >>> fusewise.functional.linear_act(x.reshape(3, 1, 2), w).shape
+        torch.Size([3, 1, 2])
     """
     if is_symbolic(x):
         return CALL((x, w, b), (activation,))

@@ -45,6 +45,14 @@ def mlp(
 
     Returns:
         `[..., K_n]`, in x's dtype; under autocast, in autocast's dtype.
+
+    Example:
+        >>> import torch, fusewise
+        >>> weights = [torch.randn(16, 8), torch.randn(4, 16)]
+        >>> biases = [torch.zeros(16), torch.zeros(4)]
+        >>> y = fusewise.functional.mlp(torch.randn(5, 8), weights, biases, "gelu")
+        >>> y.shape
+        torch.Size([5, 4])
     """
     forced, forced_backward = settings.linear_act, settings.linear_act_backward
     if forced != TORCH:

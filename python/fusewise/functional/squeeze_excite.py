@@ -36,6 +36,18 @@ def squeeze_excite(
 
     Returns:
         A tensor of x's shape, dtype and memory layout. Autocast has no effect.
+
+    Raises:
+        TypeError: If the activation is missing.
+
+    Example:
+        >>> import torch, fusewise
+        >>> x, w1, w2 = torch.ones(2, 8, 5, 5), torch.randn(4, 8), torch.zeros(8, 4)
+        >>> y = fusewise.functional.squeeze_excite(x, w1, None, w2, None, activation="silu")
+        >>> y.shape
+        torch.Size([2, 8, 5, 5])
+        >>> y[0, 0, 0, 0]  # every gate is sigmoid(0)
+        tensor(0.5000)
     """
     if activation is None:
         raise _ops.missing_activation()

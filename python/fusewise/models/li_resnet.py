@@ -29,6 +29,15 @@ class LIResNet(nn.Module):
         num_classes: size of the output.
         width: factor of all channel counts; 64 times it must be a whole number.
         dropout: probability before the last layer.
+
+    Example:
+        >>> import torch, fusewise
+        >>> block = fusewise.nn.LIBasicBlock
+        >>> model = fusewise.models.LIResNet(block, (1, 1, 1, 1), (3, 1), 10, width=0.25)
+        >>> rgb, depth = torch.randn(2, 3, 64, 64), torch.randn(2, 1, 64, 64)
+        >>> blanked = torch.tensor([[False, False], [False, True]])  # one sample has no depth
+        >>> model(rgb, depth, blanked=blanked).shape
+        torch.Size([2, 10])
     """
 
     def __init__(
@@ -113,6 +122,12 @@ class LIResNet(nn.Module):
 
         Returns:
             `[N, features]`.
+
+        Example:
+            >>> import torch, fusewise
+            >>> model = fusewise.models.li_resnet18((3, 1), num_classes=10, width=0.125)
+            >>> model.forward_stream(1, torch.randn(2, 1, 64, 64)).shape
+            torch.Size([2, 64])
         """
         x = self.bn1.forward_stream(i, self.conv1.forward_stream(i, x))
         for block in self._blocks()[:-1]:
@@ -120,13 +135,28 @@ class LIResNet(nn.Module):
         return x.mean((2, 3))
 
     def stream_parameters(self, i: int) -> list[nn.Parameter]:
-        """The parameters of stream i: its convolutions and its norms."""
+        """The parameters of stream i: its convolutions and its norms.
+
+        Example:
+            >>> import torch, fusewise
+            >>> model = fusewise.models.li_resnet18((3, 1), num_classes=10, width=0.125)
+            >>> groups = [{"params": model.stream_parameters(i), "lr": 0.01} for i in (0, 1)]
+            >>> groups.append({"params": model.integrated_parameters(), "lr": 0.1})
+            >>> optimizer = torch.optim.SGD(groups)
+        """
         check_stream(i, len(self.conv1.stream_channels))
         ends = (f"stream_weights.{i}", f"stream_biases.{i}")
         return [p for name, p in self.named_parameters() if name.endswith(ends)]
 
     def integrated_parameters(self) -> list[nn.Parameter]:
-        """All others: what mixes the streams, the integrated stream and the last layer."""
+        """All others: what mixes the streams, the integrated stream and the last layer.
+
+        Example:
+            >>> import fusewise
+            >>> model = fusewise.models.li_resnet18((3, 1), num_classes=10, width=0.125)
+            >>> [p.shape for p in model.integrated_parameters()][-1]  # the bias of the last layer
+            torch.Size([10])
+        """
         streams = range(len(self.conv1.stream_channels))
         own = {id(p) for i in streams for p in self.stream_parameters(i)}
         return [p for p in self.parameters() if id(p) not in own]
@@ -140,19 +170,40 @@ class LIResNet(nn.Module):
 def li_resnet18(
     stream_channels: Sequence[int] = (3, 1, 1), num_classes: int = 1000, width: float = 1.0, **more
 ) -> LIResNet:
-    """LINet on the plan of ResNet-18. `more`: `dropout`, `device` and `dtype` of `LIResNet`."""
+    """LINet on the plan of ResNet-18. `more`: `dropout`, `device` and `dtype` of `LIResNet`.
+
+    Example:
+        >>> import torch, fusewise
+        >>> model = fusewise.models.li_resnet18((3, 1), num_classes=10, width=0.125)
+        >>> model(torch.randn(2, 3, 64, 64), torch.randn(2, 1, 64, 64)).shape
+        torch.Size([2, 10])
+    """
     return LIResNet(LIBasicBlock, (2, 2, 2, 2), stream_channels, num_classes, width, **more)
 
 
 def li_resnet34(
     stream_channels: Sequence[int] = (3, 1, 1), num_classes: int = 1000, width: float = 1.0, **more
 ) -> LIResNet:
-    """LINet on the plan of ResNet-34. `more`: `dropout`, `device` and `dtype` of `LIResNet`."""
+    """LINet on the plan of ResNet-34. `more`: `dropout`, `device` and `dtype` of `LIResNet`.
+
+    Example:
+        >>> import torch, fusewise
+        >>> model = fusewise.models.li_resnet34((3, 1), num_classes=10, width=0.125)
+        >>> model(torch.randn(2, 3, 64, 64), torch.randn(2, 1, 64, 64)).shape
+        torch.Size([2, 10])
+    """
     return LIResNet(LIBasicBlock, (3, 4, 6, 3), stream_channels, num_classes, width, **more)
 
 
 def li_resnet50(
     stream_channels: Sequence[int] = (3, 1, 1), num_classes: int = 1000, width: float = 1.0, **more
 ) -> LIResNet:
-    """LINet on the plan of ResNet-50. `more`: `dropout`, `device` and `dtype` of `LIResNet`."""
+    """LINet on the plan of ResNet-50. `more`: `dropout`, `device` and `dtype` of `LIResNet`.
+
+    Example:
+        >>> import torch, fusewise
+        >>> model = fusewise.models.li_resnet50((3, 1), num_classes=10, width=0.125)
+        >>> model(torch.randn(2, 3, 64, 64), torch.randn(2, 1, 64, 64)).shape
+        torch.Size([2, 10])
+    """
     return LIResNet(LIBottleneck, (3, 4, 6, 3), stream_channels, num_classes, width, **more)

@@ -62,6 +62,14 @@ class SpectralShapeAutoencoder(nn.Module):
         frames: frames per row.
         latent_dim: number of spectral shapes in the basis.
         slice_latent_dim: size of an encoded frame.
+
+    Example:
+        >>> import torch, fusewise
+        >>> model = fusewise.models.SpectralShapeAutoencoder(n_mels=64, frames=5)
+        >>> rows = torch.randn(8, 320)
+        >>> model(rows).shape
+        torch.Size([8, 320])
+        >>> model.anomaly_score(rows).mean().backward()  # a training step
     """
 
     def __init__(
@@ -116,14 +124,28 @@ class SpectralShapeAutoencoder(nn.Module):
         return self._run(x, "reconstruction")
 
     def encode(self, x: Tensor) -> Tensor:
-        """The latent vector of each row, `[B, latent_dim]`."""
+        """The latent vector of each row, `[B, latent_dim]`. x as in `forward`.
+
+        Example:
+            >>> import torch, fusewise
+            >>> model = fusewise.models.SpectralShapeAutoencoder(latent_dim=32)
+            >>> model.encode(torch.randn(8, 5, 64)).shape
+            torch.Size([8, 32])
+        """
         return self._run(x, "latent")
 
     def anomaly_score(self, x: Tensor) -> Tensor:
         """The mean squared reconstruction error of each row, `[B]`; float32 if x is fp16 or bf16.
 
         The reconstruction itself is never written to memory. The mean of the scores is a training
-        loss.
+        loss. x as in `forward`.
+
+        Example:
+            >>> import torch, fusewise
+            >>> model, rows = fusewise.models.SpectralShapeAutoencoder(), torch.randn(8, 320)
+            >>> scores = model.anomaly_score(rows)
+            >>> torch.allclose(scores, (model(rows) - rows).square().mean(1), rtol=1e-4)
+            True
         """
         return self._run(x, "score")
 
@@ -200,6 +222,19 @@ class SpectralShapeAutoencoder(nn.Module):
 
         `fusewise::Safetensors` reads the file in C++, `safetensors.torch.load_file` in Python.
         Needs the package safetensors.
+
+        Raises:
+            ImportError: If the package safetensors is missing.
+            TypeError: If a submodule was replaced or has hooks, which the file cannot hold.
+
+        Example:
+            >>> import os, tempfile, fusewise
+            >>> path = os.path.join(tempfile.mkdtemp(), "machine.safetensors")
+            >>> model = fusewise.models.SpectralShapeAutoencoder()
+            >>> model.save_safetensors(path, {"trained on": "pump 3"})
+            >>> from safetensors.torch import load_file
+            >>> load_file(path).keys() == model.state_dict().keys()
+            True
         """
         try:
             from safetensors.torch import save

@@ -29,6 +29,13 @@ class SharedNorm(torch.nn.Module):
 
     @property
     def process_group(self):
+        """The `torch.distributed` group that shares the statistics of a training step, or None.
+
+        Example:
+            >>> import fusewise
+            >>> fusewise.nn.BatchNormAct2d(64).process_group is None
+            True
+        """
         return self._process_group.group
 
     @process_group.setter
@@ -59,6 +66,15 @@ class BatchNormAct2d(SharedNorm):
             Copies of the module keep it, pickled ones do not.
         max_pool: whether a max-pool of 3x3 values with stride 2 and padding 1 follows, as at the
             start of a ResNet; then there is no residual.
+
+    Example:
+        >>> import torch, fusewise
+        >>> norm = fusewise.nn.BatchNormAct2d(64, activation="relu")
+        >>> x = torch.randn(8, 64, 14, 14).to(memory_format=torch.channels_last)
+        >>> norm(x, residual=x).shape
+        torch.Size([8, 64, 14, 14])
+        >>> norm.num_batches_tracked
+        tensor(1)
     """
 
     _version = 2  # as that of BatchNorm2d: checkpoints of version 1 have no num_batches_tracked
@@ -112,7 +128,19 @@ class BatchNormAct2d(SharedNorm):
         cls, norm: torch.nn.BatchNorm2d, activation: str = "relu", max_pool: bool = False
     ) -> "BatchNormAct2d":
         """Makes a BatchNormAct2d that shares the parameters and buffers of a `BatchNorm2d`, and
-        starts in the same mode (train or eval)."""
+        starts in the same mode (train or eval).
+
+        Raises:
+            TypeError: If `norm` is of another class, subclasses included.
+            ValueError: If it has hooks.
+
+        Example:
+            >>> import torch, fusewise
+            >>> theirs = torch.nn.BatchNorm2d(64).eval()
+            >>> ours = fusewise.nn.BatchNormAct2d.from_batch_norm(theirs, "silu")
+            >>> ours.weight is theirs.weight, ours.training
+            (True, False)
+        """
         if type(norm) is not torch.nn.BatchNorm2d:
             kind = f"{type(norm).__module__}.{type(norm).__qualname__}"
             raise TypeError(f"norm: expected torch.nn.BatchNorm2d, got {kind}")
@@ -125,8 +153,15 @@ class BatchNormAct2d(SharedNorm):
     def from_module(cls, module: torch.nn.Module) -> "BatchNormAct2d":
         """The same for timm's `BatchNormAct2d`, which has its own activation.
 
-        Raises TypeError or ValueError, naming the part, if the fused operator would compute
-        something else: another activation, a drop layer, hooks.
+        Raises:
+            TypeError, ValueError: Naming the part, if the fused operator would compute something
+                else: another activation, a drop layer, hooks.
+
+        Example:
+            >>> import timm, torch, fusewise
+            >>> theirs = timm.layers.BatchNormAct2d(64, act_layer=torch.nn.SiLU)
+            >>> fusewise.nn.BatchNormAct2d.from_module(theirs).activation
+            'silu'
         """
         made = cls(*_arguments(module, norm_activation(module)), device="meta")
         _share(module, made)
@@ -134,7 +169,13 @@ class BatchNormAct2d(SharedNorm):
 
     def to_batch_norm(self) -> torch.nn.BatchNorm2d:
         """Makes a `torch.nn.BatchNorm2d` that shares the parameters and buffers. It lacks the
-        activation and the max-pool, which belong behind it."""
+        activation and the max-pool, which belong behind it.
+
+        Example:
+            >>> import fusewise
+            >>> fusewise.nn.BatchNormAct2d(64, activation="silu").to_batch_norm()
+            BatchNorm2d(64, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+        """
         number, _, *others = _arguments(self, self.activation)
         made = torch.nn.BatchNorm2d(number, *others, device="meta")
         _share(self, made)
@@ -155,6 +196,15 @@ class BatchNormAct2d(SharedNorm):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x: `[N, C, H, W]`, any strides; channels_last is the fastest layout. dtypes as in
+                `functional.batch_norm_act`.
+            residual: x's shape and dtype, or None.
+
+        Returns:
+            A tensor like x; with `max_pool` `[N, C, ceil(H / 2), ceil(W / 2)]`.
+        """
         # torch.nn.BatchNorm2d uses the running statistics it has in eval mode only.
         mean, var, tracked = self.running_mean, self.running_var, None
         training = self.training or mean is None

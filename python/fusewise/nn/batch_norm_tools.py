@@ -24,6 +24,15 @@ def convert_sync_batchnorm(model: torch.nn.Module, process_group=None) -> torch.
 
     Raises:
         RuntimeError: If `process_group` is None and torch.distributed is not initialised.
+
+    Example:
+        >>> import torch, fusewise
+        >>> model, store = fusewise.nn.BatchNormAct2d(8), torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> model = fusewise.nn.convert_sync_batchnorm(model)
+        >>> model.process_group is torch.distributed.group.WORLD
+        True
+        >>> torch.distributed.destroy_process_group()
     """
     ours = [module for module in model.modules() if isinstance(module, SharedNorm)]
     group = process_group
@@ -54,6 +63,14 @@ def update_bn(
         loader: Yields tensors, or lists and tuples whose first element is one, for the model.
         model: All its BatchNorms that track running statistics are updated, torch's and ours.
         device: Where the batches are moved before the model is called; None: they stay.
+
+    Example:
+        >>> import torch, fusewise
+        >>> norm = fusewise.nn.BatchNormAct2d(8)
+        >>> batches = [torch.full((4, 8, 2, 2), value) for value in (1.0, 3.0)]
+        >>> fusewise.nn.update_bn(batches, norm)
+        >>> norm.running_mean[0]
+        tensor(2.)
     """
     momenta = {
         module: module.momentum

@@ -33,6 +33,16 @@ class LIBatchNorm2d(SharedNorm):
         max_pool: whether a max-pool of 3x3 values with stride 2 and padding 1 follows; then there
             is no residual.
         process_group: as in `BatchNormAct2d`.
+
+    Example:
+        >>> import torch, fusewise
+        >>> norm = fusewise.nn.LIBatchNorm2d(16, num_streams=2)
+        >>> x = torch.randn(3, 4, 16, 8, 8)
+        >>> blanked = torch.tensor([[False] * 4, [True] * 4])  # nothing has depth
+        >>> norm(x, blanked=blanked).shape
+        torch.Size([3, 4, 16, 8, 8])
+        >>> norm.num_batches_tracked, norm.stream_updates
+        (tensor(1), tensor([1, 0]))
     """
 
     track_running_stats = True
@@ -134,7 +144,16 @@ class LIBatchNorm2d(SharedNorm):
 
     def forward_stream(self, i: int, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Stream i alone, `[N, C, H, W]`. Training updates its statistics and not
-        `num_batches_tracked`."""
+        `num_batches_tracked`.
+
+        Example:
+            >>> import torch, fusewise
+            >>> norm = fusewise.nn.LIBatchNorm2d(16, num_streams=2)
+            >>> norm.forward_stream(1, torch.randn(4, 16, 8, 8)).shape
+            torch.Size([4, 16, 8, 8])
+            >>> norm.stream_updates
+            tensor([0, 1])
+        """
         check_stream(i, self.num_streams)
         self._check(x, 4)
         counter = self.updates[i]

@@ -58,7 +58,14 @@ class _Block(nn.Module):
         return norm(x, residual, blanked, integrated_only)
 
     def forward_stream(self, i: int, x: Tensor) -> Tensor:
-        """Stream i alone, `[N, C, H, W]`."""
+        """Stream i alone, `[N, C, H, W]`.
+
+        Example:
+            >>> import torch, fusewise
+            >>> block = fusewise.nn.LIBasicBlock(channels=16, planes=32, num_streams=2, stride=2)
+            >>> block.forward_stream(0, torch.randn(4, 16, 8, 8)).shape
+            torch.Size([4, 32, 4, 4])
+        """
         residual = x
         if self.downsample is not None:
             convolution, norm = self.downsample
@@ -83,6 +90,12 @@ class LIBasicBlock(_Block):
         num_streams: S.
         stride: of the first convolution. If it is not 1, or if `channels` and `planes` differ, the
             residual goes through a 1x1 convolution with the same stride and a BatchNorm.
+
+    Example:
+        >>> import torch, fusewise
+        >>> block = fusewise.nn.LIBasicBlock(channels=16, planes=32, num_streams=2, stride=2)
+        >>> block(torch.randn(3, 4, 16, 8, 8)).shape
+        torch.Size([3, 4, 32, 4, 4])
     """
 
     def __init__(
@@ -107,6 +120,12 @@ class LIBottleneck(_Block):
         planes: channels of the first two convolutions; the output has four times as many.
         num_streams: S.
         stride: of the 3x3 convolution; the residual as in `LIBasicBlock`.
+
+    Example:
+        >>> import torch, fusewise
+        >>> block = fusewise.nn.LIBottleneck(channels=16, planes=8, num_streams=2)
+        >>> block(torch.randn(3, 4, 16, 8, 8), integrated_only=True).shape
+        torch.Size([4, 32, 8, 8])
     """
 
     expansion = 4

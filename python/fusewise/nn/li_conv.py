@@ -35,6 +35,15 @@ class LIConv2d(nn.Module):
         stride: of the convolution; m is read at every stride-th pixel.
         bias: whether the streams and the integrated stream have biases.
         first: whether this is the first layer.
+
+    Example:
+        >>> import torch, fusewise
+        >>> first = fusewise.nn.LIConv2d((3, 1), 16, kernel_size=7, stride=2, first=True)
+        >>> x = first([torch.randn(4, 3, 16, 16), torch.randn(4, 1, 16, 16)])  # RGB and depth
+        >>> x.shape
+        torch.Size([3, 4, 16, 8, 8])
+        >>> fusewise.nn.LIConv2d((16, 16), 32, kernel_size=3)(x).shape
+        torch.Size([3, 4, 32, 8, 8])
     """
 
     def __init__(
@@ -170,7 +179,16 @@ class LIConv2d(nn.Module):
         return without(x, with_integrated(blanked))
 
     def forward_stream(self, i: int, x: Tensor) -> Tensor:
-        """Stream i alone: its convolution and its bias, `[N, out_channels, P, Q]`."""
+        """Stream i alone: its convolution and its bias.
+
+        x is `[N, C_i, H, W]`, the result `[N, out_channels, P, Q]`.
+
+        Example:
+            >>> import torch, fusewise
+            >>> first = fusewise.nn.LIConv2d((3, 1), 16, kernel_size=7, stride=2, first=True)
+            >>> first.forward_stream(1, torch.randn(4, 1, 16, 16)).shape
+            torch.Size([4, 16, 8, 8])
+        """
         check_stream(i, len(self.stream_channels))
         weight, channels = self.stream_weights[i], self.stream_channels[i]
         if not isinstance(x, Tensor):

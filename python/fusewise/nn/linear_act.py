@@ -28,7 +28,15 @@ class LinearAct(torch.nn.Module):
         in_features: K of the input `[..., K]`.
         out_features: N of the output `[..., N]`.
         bias: whether to add a bias.
-        activation: "identity", "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "identity", "relu", "gelu" (exact), "gelu_tanh" or "silu".
+
+    Example:
+        >>> import torch, fusewise
+        >>> layer = fusewise.nn.LinearAct(784, 2048, activation="gelu")
+        >>> layer(torch.randn(32, 784)).shape
+        torch.Size([32, 2048])
+        >>> list(layer.state_dict())
+        ['weight', 'bias']
     """
 
     def __init__(
@@ -63,6 +71,17 @@ class LinearAct(torch.nn.Module):
         """Makes a LinearAct from a `torch.nn.Linear`. It shares the parameters; nothing is copied.
 
         `activation` is a name, or one of torch's modules `ReLU`, `GELU`, `SiLU` and `Identity`.
+
+        Raises:
+            TypeError: If `linear` is of another class, subclasses included.
+            ValueError: If it has hooks or parametrisations, or the activation has no fused form.
+
+        Example:
+            >>> import torch, fusewise
+            >>> linear = torch.nn.Linear(784, 2048)
+            >>> layer = fusewise.nn.LinearAct.from_linear(linear, torch.nn.SiLU())
+            >>> layer.activation, layer.weight is linear.weight
+            ('silu', True)
         """
         plain_linear("linear", linear)
         if isinstance(activation, torch.nn.Module):
@@ -83,6 +102,13 @@ class LinearAct(torch.nn.Module):
         torch.nn.Linear.reset_parameters(self)
 
     def forward(self, x: Tensor) -> Tensor:
+        """
+        Args:
+            x: `[..., in_features]`, any strides; dtypes as in `functional.linear_act`.
+
+        Returns:
+            `[..., out_features]`, in x's dtype; under autocast, in autocast's dtype.
+        """
         try:
             return functional.linear_act(x, self.weight, self.bias, self.activation)
         except RuntimeError as error:

@@ -27,6 +27,14 @@ class MLP(torch.nn.Module):
         activation: for all layers but the last: "identity", "relu", "gelu", "gelu_tanh" or "silu".
         final_activation: for the last layer.
         bias: whether the layers have biases.
+
+    Example:
+        >>> import torch, fusewise
+        >>> model = fusewise.nn.MLP([784, 256, 10], activation="gelu")
+        >>> model(torch.randn(32, 784)).shape
+        torch.Size([32, 10])
+        >>> list(model.state_dict())
+        ['layers.0.weight', 'layers.0.bias', 'layers.1.weight', 'layers.1.bias']
     """
 
     _parts = None  # the layers' names, if from_sequential has kept them
@@ -68,6 +76,17 @@ class MLP(torch.nn.Module):
 
         `Dropout(0)` is skipped. Dropout with p > 0 is an error, in eval mode too, because the MLP
         could not apply it after a later `train()`.
+
+        Raises:
+            TypeError, ValueError: Naming the part, if a fused stack would compute something else.
+
+        Example:
+            >>> import torch, fusewise
+            >>> nn = torch.nn
+            >>> theirs = nn.Sequential(nn.Linear(784, 256), nn.GELU(), nn.Linear(256, 10))
+            >>> ours = fusewise.nn.MLP.from_sequential(theirs, keep_names=True)
+            >>> list(ours.state_dict()) == list(theirs.state_dict())
+            True
         """
         linears, activation, final_activation, names = stack_parts(modules)
         sizes = [linears[0].in_features, *(linear.out_features for linear in linears)]
@@ -92,6 +111,13 @@ class MLP(torch.nn.Module):
             layer.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
+        """
+        Args:
+            x: `[..., K_0]`, any strides; dtypes as in `functional.linear_act`.
+
+        Returns:
+            `[..., K_n]`, in x's dtype; under autocast, in autocast's dtype.
+        """
         if settings.linear_act == TORCH:
             return run_torch("linear_act", self, self._with_torch, x)
         layers = self._layers()

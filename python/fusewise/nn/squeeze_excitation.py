@@ -32,6 +32,16 @@ class SqueezeExcitation(torch.nn.Module):
             timm's choice depends on the model, and the parameters do not reveal it.
         gate: "sigmoid" or "hardsigmoid".
         bias: whether fc1 and fc2 have biases.
+
+    Example:
+        >>> import torch, fusewise
+        >>> layer = fusewise.nn.SqueezeExcitation(channels=64, reduced=4, activation="silu")
+        >>> x = torch.randn(8, 64, 14, 14).to(memory_format=torch.channels_last)
+        >>> y = layer(x)
+        >>> y.shape, y.is_contiguous(memory_format=torch.channels_last)
+        (torch.Size([8, 64, 14, 14]), True)
+        >>> list(layer.state_dict())
+        ['fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias']
     """
 
     _parts = ("fc1", "fc2")  # from_module may keep other names
@@ -72,8 +82,20 @@ class SqueezeExcitation(torch.nn.Module):
         `fc1` and `fc2`, even if timm calls them `conv_reduce` and `conv_expand`. With `keep_names`
         they keep their own, so that the model's state dict stays as it was.
 
-        Raises TypeError or ValueError, naming the part, if the fused operator would compute
-        something else: timm's effective variant, max-pooling, a norm, hooks, parametrisations.
+        Raises:
+            TypeError, ValueError: Naming the part, if the fused operator would compute something
+                else: timm's effective variant, max-pooling, a norm, hooks, parametrisations.
+
+        Example:
+            >>> import torch, torchvision, fusewise
+            >>> theirs = torchvision.ops.SqueezeExcitation(64, 4, activation=torch.nn.SiLU)
+            >>> ours = fusewise.nn.SqueezeExcitation.from_module(theirs)
+            >>> ours, ours.fc1 is theirs.fc1
+            (SqueezeExcitation(
+              activation='silu', gate='sigmoid'
+              (fc1): Conv2d(64, 4, kernel_size=(1, 1), stride=(1, 1))
+              (fc2): Conv2d(4, 64, kernel_size=(1, 1), stride=(1, 1))
+            ), True)
         """
         parts = excitation_parts(module)
         channels, reduced = parts.fc1.in_channels, parts.fc1.out_channels
@@ -90,6 +112,13 @@ class SqueezeExcitation(torch.nn.Module):
             self._modules[name].reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
+        """
+        Args:
+            x: `[N, C, H, W]`, any strides; dtypes as in `functional.squeeze_excite`.
+
+        Returns:
+            A tensor of x's shape, dtype and memory layout.
+        """
         if settings.squeeze_excite == TORCH:
             return run_torch("squeeze_excite", self, self._with_torch, x)
         parts = {name: self._modules[name] for name in self._parts}

@@ -67,6 +67,7 @@ def optimize(
             model on several devices, a scripted or compiled model.
 
     Example:
+        >>> import torch, fusewise
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.SiLU())
         >>> fused, report = fusewise.optimize(model, torch.randn(256, 64), training=True)
         >>> fused.state_dict().keys() == model.state_dict().keys()

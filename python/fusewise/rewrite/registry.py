@@ -33,6 +33,7 @@ def register(kind: type[nn.Module], convert: Convert | None = None) -> Convert:
         `convert`.
 
     Example:
+        >>> import torch, fusewise
         >>> class Scale(torch.nn.Module):
         ...     pass
         >>> @fusewise.rewrite.register(Scale)

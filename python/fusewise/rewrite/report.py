@@ -49,6 +49,19 @@ class Report:
     """The report of `fusewise.optimize`. Times are in µs.
 
     `print(report)` shows it as tables; `to_dict`, `to_json` and `to_html` give it in other forms.
+
+    Example:
+        >>> import os, tempfile, torch, fusewise
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+        >>> fused, report = fusewise.optimize(model, torch.randn(4, 8), verify=False)
+        >>> [row.pattern for row in report.rows], len(report.swapped) in (0, 1)
+        (['Linear + activation'], True)
+        >>> sentences, tables = report.lines(), report.tables()  # what print(report) shows
+        >>> page = report.to_html(os.path.join(tempfile.mkdtemp(), "report.html"))
+        >>> report.to_json().startswith("{") and "rows" in report.to_dict()
+        True
+        >>> type(report.restore()[1])
+        <class 'torch.nn.modules.activation.ReLU'>
     """
 
     setting: dict
@@ -71,6 +84,7 @@ class Report:
 
     @property
     def swapped(self) -> list[Row]:
+        """The candidates that were swapped."""
         return [row for row in self.rows if row.result == "swapped"]
 
     def restore(self) -> nn.Module:
@@ -124,6 +138,7 @@ class Report:
         return found + (busy_machine(self.environment) if warned else [])
 
     def tables(self) -> list[Table]:
+        """The variants of the whole model, the candidates, and the reasons."""
         found = [self._variants()] if self.whole else []
         found += [self._candidates()] if self.rows else []
         reasons = [[_name(row), row.reason] for row in self.rows if row.reason]
