@@ -43,7 +43,7 @@ class Plan {
     if (by_channel_) {
       each(divide_up(units_, range_), [&](Index worker, Index begin, Index end) {
         for (Index unit = begin * range_; unit < std::min(units_, end * range_); ++unit) {
-          const Piece all = piece(unit, 0);
+          const Bundle all = bundle(unit);
           const Sums total = totals(all, 0), sums = part(worker);
           combine(operation, unit, all.channels, total, [&](const Piece& piece, Index) {
             operation.reduce(worker, piece, sums);
@@ -67,7 +67,7 @@ class Plan {
     each(units_ * tiles, [&](Index, Index begin, Index end) {
       for (Index i = begin; i < end; ++i) {
         const Index unit = i / tiles, c = i % tiles * kChannelTile;
-        const Piece all = piece(unit, 0);
+        const Bundle all = bundle(unit);
         const Index count = std::min(kChannelTile, all.channels - c);
         const Sums total = totals(all, c);
         combine(operation, unit, count, total, [&](const Piece&, Index k) {
@@ -121,17 +121,26 @@ class Plan {
       count += values;
     }
   }
+  /// The channels of a unit.
+  struct Bundle {
+    Index stream, channel, channels;
+  };
+  Bundle bundle(Index unit) const {
+    const Geometry& g = geometry_;
+    const Index channel = unit % g.bundles * g.bundle;
+    return {unit / g.bundles, channel, std::min(g.bundle, g.channels - channel)};
+  }
   Piece piece(Index unit, Index i) const {
-    const Index bundles = geometry_.bundles;
-    return geometry_.piece(unit / bundles, unit % bundles * geometry_.bundle, i);
+    const Bundle all = bundle(unit);
+    return geometry_.piece(all.stream, all.channel, i);
   }
   Sums part(Index i) const {
     double* from = parts_.data() + 2 * size_ * i;
     return {from, from + size_};
   }
-  /// Of the c-th channel of a piece.
-  Sums totals(const Piece& piece, Index c) const {
-    double* from = totals_.data() + piece.stream * geometry_.channels + piece.channel + c;
+  /// Of the c-th channel of a bundle.
+  Sums totals(const Bundle& all, Index c) const {
+    double* from = totals_.data() + all.stream * geometry_.channels + all.channel + c;
     return {from, from + geometry_.streams * geometry_.channels};
   }
 
