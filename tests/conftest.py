@@ -52,7 +52,21 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", [d for d in devices if wanted in ("all", d)])
 
 
+def tests_of_this_device(config, items):
+    """With --device=cuda, tests/python without those that a machine without a GPU runs as well."""
+    if config.getoption("--device") != "cuda":
+        return items
+    return [
+        item
+        for item in items
+        if item.path.parent.name != "python"
+        or "device" in item.fixturenames
+        or item.get_closest_marker("any_device")
+    ]
+
+
 def pytest_collection_modifyitems(config, items):
+    items[:] = tests_of_this_device(config, items)
     if share := config.getoption("--share"):
         first, count = map(int, share.split("/"))
         items[:] = items[first::count]

@@ -1,14 +1,16 @@
-"""Builds, tests, sanitizes, fuzzes and measures on a GPU, in parts of at most eight minutes.
+"""Builds, tests, sanitizes, fuzzes and measures on a GPU, in parts.
 
     python3 tools/gpu.py [PART ...] [--again] [--commit NAME] [--bench "ARGUMENTS"]
     python3 tools/gpu.py --list
     python3 tools/gpu.py --summary [FOLDER ...]
 
-Without parts it runs all of them and writes the summary. Every run first builds what is missing. A
-part that has passed with the same sources is skipped, unless --again is given. The result of a part
-is gpu-results/parts/PART.json. Its logs, and the benchmark's output, are in PART.tar.gz next to it.
-If a part fails, the failure is recorded and the next part runs; any failure makes the exit code 1.
-A sweep that takes longer than a part may has failed as incomplete; the part's next run goes on.
+Without parts it runs all of them, but for the sweep over many models, and writes the summary. It
+first builds what is missing. Then all tests run beside each other, then the sanitizers, then one
+benchmark after the other. A part that has passed with the same sources is skipped, unless --again
+is given. The result of a part is gpu-results/parts/PART.json. Its logs, and the benchmark's output,
+are in PART.tar.gz next to it. If a part fails, the failure is recorded and the next part runs; any
+failure makes the exit code 1. A sweep that takes longer than a part may has failed as incomplete;
+the part's next run goes on.
 Nothing is installed. The summary covers all result files in the folders, by default those in
 gpu-results/parts. It is meant for docs/results/.
 """
@@ -27,7 +29,8 @@ import tarfile
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -51,7 +54,9 @@ from gpu_records import (
 )
 
 OUT = ROOT / "gpu-results"
-SECONDS = 480  # limit for one part
+SECONDS = 480  # limit for one job of a part
+PROCESSES = os.cpu_count() or 1  # at once; most of a test's time is Python on one core
+LARGE_JOBS = threading.Lock()
 NO_TESTS = 5  # pytest's exit code if a share has no tests
 # The first CMake on the path may be an old one of the system. Prefer the one next to this Python.
 ENVIRONMENT = os.environ | {
@@ -62,12 +67,14 @@ ENVIRONMENT = os.environ | {
 }
 
 
-def run(job: Job, log: Path, timeout: float, show: bool, **environment) -> tuple[int, Step]:
+def run(
+    job: Job, log: Path, timeout: float, show: bool, part: str, **environment
+) -> tuple[int, Step]:
     """Runs a command; writes its output to `log` and, with `show`, to the screen.
 
     Returns the exit code and the step's result.
     """
-    print(f"=== {job.step}: {' '.join(map(str, job.command))}", flush=True)
+    print(f"=== {part}, {job.step}: {' '.join(map(str, job.command))}", flush=True)
     begin = time.monotonic()
     process = subprocess.Popen(
         list(map(str, job.command)),
@@ -146,65 +153,79 @@ def build(out: Path) -> tuple[list[Step], list[Failure]]:
         ("build", ["cmake", "--build", "--preset", "dev"]),
     ):
         log = out / f"{name}.log"
-        steps.append(run(Job(name, command), log, timeout=SECONDS / 2, show=True)[1])
+        steps.append(run(Job(name, command), log, SECONDS / 2, True, "build")[1])
         if not steps[-1].passed:
             return steps, [Failure(name, last_lines(log.read_text()))]
     return steps, []
 
 
-def run_jobs(part: Part, out: Path, arguments: str) -> tuple[list[Step], Tests]:
-    """Runs all jobs of a part in parallel."""
-    jobs = part.jobs(out, arguments)
-    tests = Tests()
+def run_stage(stage: str, parts: list[Part], arguments: str, again: bool) -> Iterator[Record]:
+    """Runs the parts of a stage, whose jobs share the machine; yields a record as a part ends."""
+    shared = shared_gpu() if stage == gpu_parts.TESTS else nullcontext({})
+    at_once = 1 if stage == gpu_parts.ALONE else len(parts)
+    jobs = ThreadPoolExecutor(PROCESSES)
+    with shared as environment, jobs, ThreadPoolExecutor(at_once) as pool:
+        running = [
+            pool.submit(run_part, part, arguments, again, jobs, environment) for part in parts
+        ]
+        yield from (done.result() for done in as_completed(running))
 
-    def one(job: Job, environment: dict) -> Step:
+
+def run_jobs(
+    part: Part, out: Path, arguments: str, pool: ThreadPoolExecutor, environment: dict
+) -> tuple[list[Step], Tests]:
+    """Runs the jobs of a part in the pool."""
+
+    def one(job: Job) -> tuple[Step, Tests | None]:
         log = out / f"{job.step}.log"
-        code, step = run(job, log, SECONDS, show=len(jobs) == 1, **environment)
+        with LARGE_JOBS if job.large else nullcontext():
+            show = part.stage == gpu_parts.ALONE
+            code, step = run(job, log, SECONDS, show, part.name, **environment)
         found = read_tests(out / f"{job.step}.xml")
         if found is not None:
             step.passed |= code == NO_TESTS and not found.counts
             counts = counted(found.counts)
             step.detail = counts if step.passed else f"{step.detail}, {counts}"
+        return step, found
+
+    steps, tests = [], Tests()
+    for step, found in pool.map(one, part.jobs(out, arguments)):
+        steps.append(step)
+        if found is not None:
             tests.add(found)
         if not step.passed and not (found and found.failures):
-            tests.failures.append(
-                Failure(job.step, f"{step.detail}\n{last_lines(log.read_text())}")
-            )
-        return step
-
-    shared = shared_gpu() if part.shares_gpu else nullcontext({})
-    with shared as environment, ThreadPoolExecutor(len(jobs)) as pool:
-        steps = list(pool.map(lambda job: one(job, environment), jobs))
+            ended = last_lines((out / f"{step.step}.log").read_text())
+            tests.failures.append(Failure(step.step, f"{step.detail}\n{ended}"))
     if list(out.glob("*.xml")) and not tests.counts["passed"] and not tests.failures:
         tests.failures.append(Failure(part.name, f"no test ran: {counted(tests.counts)}"))
     return steps, tests
 
 
-def run_part(part: Part, arguments: str, again: bool = False) -> Record:
-    print(f"\n=== part {part.name}", flush=True)
+def run_part(
+    part: Part, arguments: str, again: bool, pool: ThreadPoolExecutor, environment: dict
+) -> Record:
     out = OUT / part.name
     if again or not part.resumes:
         shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
     tests = Tests()
     if part.name == "build":
         steps, tests.failures = build(out)
     elif missing := gpu_parts.missing_tool(part):
         steps, tests.failures = [], [Failure(part.name, missing)]
     else:
-        steps, tests = run_jobs(part, out, arguments)
-    environment = {} if part.name == "build" else describe()
+        steps, tests = run_jobs(part, out, arguments, pool, environment)
+    machine = {} if part.name == "build" else describe()
     written = out / "bench" / "summary.md"
     record = Record(
         part=part.name,
         passed=not tests.failures and all(step.passed for step in steps),
-        seconds=round(time.monotonic() - begin, 1),
+        seconds=round(sum(step.seconds for step in steps), 1),
         finished=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
-        commit=environment.get("commit") or commit(),
+        commit=machine.get("commit") or commit(),
         digest=gpu_parts.digest(part),
         arguments=arguments if part.name.startswith("bench-") else "",
-        environment=environment,
+        environment=machine,
         steps=steps,
         counts=dict(tests.counts),
         skipped=dict(tests.skipped),
@@ -262,30 +283,44 @@ def run_parts(parts: list[Part], again: bool, arguments: str) -> bool:
     """Whether all parts passed: now, or earlier with the same sources."""
     known = read_records([OUT / "parts"])
     done = []
-    builds = gpu_parts.all_parts()["build"]
-    for part in [builds, *(part for part in parts if part.name != "build")]:
+
+    def passed_before(part: Part) -> bool:
         benchmarks = arguments if part.name.startswith("bench-") else ""
-        current = state(known.get(part.name), gpu_parts.digest(part), benchmarks) == "passed"
-        if current and not again and part is not builds:
-            print(f"{part.name}: passed already for these sources; AGAIN=1 runs it again")
-            continue
-        with one_at_a_time() if part is builds else nullcontext():
-            record = run_part(part, arguments, again)
-        if part is not builds or not (current and record.passed):
+        return state(known.get(part.name), gpu_parts.digest(part), benchmarks) == "passed"
+
+    def run_all(stage: str, members: list[Part]) -> None:
+        for record in run_stage(stage, members, arguments, again):
             # A build that had nothing to do keeps the record, and the time, of the real build.
-            record.write(OUT / "parts" / f"{part.name}.json")
-        done.append(record)
-        if part is builds:
-            if not record.passed:
-                break
-            describe()
+            if record.part != "build" or not (record.passed and passed_before(builds)):
+                record.write(OUT / "parts" / f"{record.part}.json")
+            print(told(record), flush=True)
+            done.append(record)
+
+    builds = gpu_parts.all_parts()["build"]
+    with one_at_a_time():
+        run_all(gpu_parts.ALONE, [builds])
+    left = []
+    if done[0].passed:
+        describe()
+        for part in parts:
+            if part is not builds and passed_before(part) and not again:
+                print(f"{part.name}: passed already for these sources; AGAIN=1 runs it again")
+            elif part.name != "build":
+                left.append(part)
+    for stage in (gpu_parts.TESTS, gpu_parts.SANITIZED, gpu_parts.ALONE):
+        if members := [part for part in left if part.stage == stage]:
+            run_all(stage, members)
     print_failures(done)
     print()
     for record in done:
-        told = counted(record.counts) if record.counts else ""
-        word = "passed" if record.passed else "FAILED"
-        print(f"{record.part}: {word}, {record.seconds:.0f} s {told}".rstrip())
+        print(told(record))
     return all(record.passed for record in done)
+
+
+def told(record: Record) -> str:
+    counts = counted(record.counts) if record.counts else ""
+    word = "passed" if record.passed else "FAILED"
+    return f"{record.part}: {word}, {record.seconds:.0f} s {counts}".rstrip()
 
 
 def list_parts() -> None:
@@ -305,7 +340,11 @@ def list_parts() -> None:
 def write_summary(folders: list[Path]) -> bool:
     """Writes summary.md, and parts.json with the figures that `list_parts` reads."""
     records = read_records(folders)
-    digests = {name: gpu_parts.digest(part) for name, part in gpu_parts.all_parts().items()}
+    digests = {
+        name: gpu_parts.digest(part)
+        for name, part in gpu_parts.all_parts().items()
+        if name in records or not part.asked
+    }
     good, page = summary(records, digests)
     OUT.mkdir(exist_ok=True)
     (OUT / "summary.md").write_text(page)
@@ -342,7 +381,11 @@ def main(arguments: list[str] | None = None) -> int:
     parts = gpu_parts.all_parts()
     if unknown := [name for name in options.names if name not in parts]:
         parser.error(f"unknown part {unknown[0]}; there are: {', '.join(parts)}")
-    chosen = [part for name, part in parts.items() if name in options.names or not options.names]
+    chosen = [
+        part
+        for name, part in parts.items()
+        if name in options.names or not (options.names or part.asked)
+    ]
     good = run_parts(chosen, options.again, options.bench)
     if not options.names:
         good &= write_summary([OUT / "parts"])

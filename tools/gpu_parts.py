@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARES = 12  # parallel processes for tests/python
-GPU_SHARES = 4  # parallel processes for tests/gpu
+SHARES = 6  # processes for a family's tests in tests/python
+GPU_SHARES = 3  # processes for a family's tests in tests/gpu
 LARGE = "2_to_the_31"  # these tests take 45 GiB each, so they run one after the other
+TESTS, SANITIZED, ALONE = "tests", "sanitized", "alone"  # stages, in this order
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 REST = "rest"  # tests that belong to no family
 
@@ -24,6 +25,8 @@ class Family:
     """Its operators' names in `fusewise bench`, if it has a benchmark there."""
     uses: tuple[str, ...] = ()
     """Families whose files its own sources include."""
+    kernels: bool = True
+    """Whether it has kernels, for the sanitizers and a benchmark."""
 
 
 FAMILIES = {
@@ -36,16 +39,22 @@ FAMILIES = {
         (),
         uses=("batch_norm", "linear"),
     ),
+    "optimize": Family(
+        ("optimize", "rewrite"),
+        (),
+        uses=("squeeze_excite", "linear", "batch_norm"),
+        kernels=False,
+    ),
 }
 FUZZED = ("squeeze_excite", "linear_act", "mlp", "autoencoder", "batch_norm_act")
-FUZZ_CALLS = 300
+FUZZ_CALLS = 150
 ZOO = "squeeze_excite"  # the family with a sweep over common models
 ZOO_MINUTES = 7  # its pieces; the rest of a part's time is for compiling and the report
 
 
 @dataclass(frozen=True)
 class Job:
-    """One command of a part. The jobs of a part run in parallel."""
+    """One command of a part."""
 
     step: str
     command: list
@@ -54,6 +63,8 @@ class Job:
     """A regular expression for the text of the log that goes into the summary."""
     problem: Callable[[str], str] = lambda log: ""
     """Finds a failure in the log that the exit code does not show."""
+    large: bool = False
+    """Whether it needs a third of the GPU's memory. One such job runs at a time."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +73,12 @@ class Part:
     jobs: Callable[[Path, str], list[Job]]
     """Makes the jobs from the output folder and the arguments of the benchmark."""
     sources: Callable[[], Iterable[Path]]
-    shares_gpu: bool = False
-    """Whether its jobs share the GPU through NVIDIA's multi-process service (MPS)."""
+    stage: str = ALONE
+    """Parts of the same stage run at the same time, except in the stage `ALONE`."""
     resumes: bool = False
     """Whether a run goes on with the results of the last one, which was incomplete."""
+    asked: bool = False
+    """Whether it only runs where it is named."""
 
 
 def owner(path: Path) -> str | None:
@@ -147,7 +160,12 @@ def pytest_jobs(paths: list[Path], out: Path, shares: int) -> list[Job]:
         chosen = {step: [*options, "-k", f"not {LARGE}"] for step, options in chosen.items()}
         chosen["large"] = ["-k", LARGE]
     return [
-        Job(step, [*command, *options, f"--junitxml={out / f'{step}.xml'}"], threads)
+        Job(
+            step,
+            [*command, *options, f"--junitxml={out / f'{step}.xml'}"],
+            threads,
+            large=step == "large",
+        )
         for step, options in chosen.items()
     ]
 
@@ -223,7 +241,7 @@ def python_part(kind: str, folder: str, family: str, shares: int) -> Part:
         return [*operators(family), *of_family(family, shared), *tests]
 
     return Part(
-        f"{kind}-{family}", lambda out, _: pytest_jobs(tests, out, shares), sources, shares_gpu=True
+        f"{kind}-{family}", lambda out, _: pytest_jobs(tests, out, shares), sources, stage=TESTS
     )
 
 
@@ -233,6 +251,7 @@ def sanitizer_part(family: str) -> Part:
         f"sanitize-{family}",
         lambda out, _: sanitizer_jobs([sys.executable, script, family]),
         lambda: [*operators(family), *files(script)],
+        stage=SANITIZED,
     )
 
 
@@ -251,6 +270,7 @@ def zoo_part() -> Part:
         lambda out, arguments: bench_jobs(FAMILIES[ZOO].bench, size, out, arguments),
         lambda: bench_sources(ZOO),
         resumes=True,
+        asked=True,
     )
 
 
@@ -263,22 +283,28 @@ def cpp_sources() -> list[Path]:
 
 
 def all_parts() -> dict[str, Part]:
-    """All parts by name, in the order in which they run. `build` has no jobs: every run builds."""
+    """All parts by name. `build` has no jobs: every run builds, and then runs stage after stage."""
     binary = ROOT / "build" / "dev" / "tests" / "cpp" / "fusewise_tests"
     cpp_program = [binary, "--gtest_filter=*Cuda*Short*"]
     with_rest = (*FAMILIES, REST)
+    with_kernels = [name for name, family in FAMILIES.items() if family.kernels]
     parts = [
         Part("build", lambda out, _: [], cpp_sources),
-        Part("cpp", ctest_jobs, cpp_sources, shares_gpu=True),
-        *(python_part("tests", "tests/python", family, SHARES) for family in with_rest),
-        *(python_part("gpu", "tests/gpu", family, GPU_SHARES) for family in with_rest),
-        *(sanitizer_part(family) for family in FAMILIES),
-        Part("sanitize-cpp", lambda out, _: sanitizer_jobs(cpp_program), cpp_sources),
+        Part("cpp", ctest_jobs, cpp_sources, stage=TESTS),
         Part(
             "fuzz",
             fuzz_jobs,
             lambda: [*operators(), *helpers("tests/python"), *files("tools/fuzz_calls.py")],
-            shares_gpu=True,
+            stage=TESTS,
+        ),
+        *(python_part("tests", "tests/python", family, SHARES) for family in with_rest),
+        *(python_part("gpu", "tests/gpu", family, GPU_SHARES) for family in with_rest),
+        *(sanitizer_part(family) for family in with_kernels),
+        Part(
+            "sanitize-cpp",
+            lambda out, _: sanitizer_jobs(cpp_program),
+            cpp_sources,
+            stage=SANITIZED,
         ),
         *(bench_part(family) for family in FAMILIES if FAMILIES[family].bench),
         Part(

@@ -34,6 +34,7 @@ class Record:
     part: str
     passed: bool
     seconds: float
+    """Of all its processes together."""
     finished: str
     commit: str
     digest: str

@@ -20,6 +20,8 @@ from fusewise.bench.statistics import summary
 from fusewise.bench.verify import Verification
 from results import gpu_results
 
+pytestmark = pytest.mark.any_device
+
 FAST = ["bench", "--device", "cpu", "--full", "--filter", "cpu-odd-1x17", "--baseline", "eager"]
 FAMILY = FAMILIES["squeeze_excite"]
 

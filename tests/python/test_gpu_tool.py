@@ -38,14 +38,16 @@ def test_every_test_file_is_in_one_part():
 def test_every_family_has_every_kind_of_part():
     names = gpu_parts.all_parts().keys()
     assert {"build", "cpp", "fuzz", "sanitize-cpp", "tests-rest", "gpu-rest"} <= names
-    kinds = ("tests", "gpu", "sanitize", "bench")
-    assert {f"{kind}-{family}" for kind in kinds for family in gpu_parts.FAMILIES} <= names
+    for name, family in gpu_parts.FAMILIES.items():
+        kinds = ("tests", "gpu", *(("sanitize", "bench") if family.kernels else ()))
+        assert {f"{kind}-{name}" for kind in kinds} <= names
     from fusewise.bench.families import FAMILIES
 
     benched = [name for family in gpu_parts.FAMILIES.values() for name in family.bench]
     assert sorted(benched) == sorted(FAMILIES)
     program = (ROOT / "tools" / "sanitizer_calls.py").read_text()
-    assert all(f'    "{family}": ' in program for family in gpu_parts.FAMILIES)
+    sanitized = [name for name, family in gpu_parts.FAMILIES.items() if family.kernels]
+    assert all(f'    "{family}": ' in program for family in sanitized)
     assert set(gpu_parts.FUZZED) == set(FAMILIES)
 
 
@@ -60,6 +62,7 @@ def test_jobs_have_names_of_their_own():
 def test_tests_that_need_most_of_the_memory_run_one_after_the_other(family):
     jobs = gpu_parts.all_parts()[f"gpu-{family}"].jobs(ROOT / "out", "")
     named = {job.step: job.command[job.command.index("-k") + 1] for job in jobs}
+    assert [job.step for job in jobs if job.large] == ["large"]
     assert named.pop("large") == gpu_parts.LARGE
     assert len(named) > 1 and set(named.values()) == {f"not {gpu_parts.LARGE}"}
 
@@ -82,7 +85,7 @@ def test_a_problem_in_the_log_fails_a_job(tmp_path):
     job = Job(
         "step", [sys.executable, "-c", "print('half of it')"], problem=lambda log: log.strip()
     )
-    code, step = gpu.run(job, tmp_path / "log", timeout=60, show=False)
+    code, step = gpu.run(job, tmp_path / "log", 60, False, "part")
     assert code == 0 and not step.passed and "half of it" in step.detail
 
 
@@ -341,6 +344,47 @@ def test_runs_beside_each_other_build_one_after_the_other(machine):
     assert record("one")["passed"]
 
 
+def waits_for(own, other):
+    """A job that ends well once the other runs too."""
+    wait = "for i in $(seq 100); do test -e {1} && exit 0; sleep 0.1; done; exit 1"
+    return shell("a", f"cd {gpu.OUT.parent}; touch {{0}}; {wait}".format(own, other))
+
+
+def test_parts_of_a_stage_run_beside_each_other_and_benchmarks_alone(machine, monkeypatch):
+    add, source = machine
+    monkeypatch.setattr(gpu, "PROCESSES", 2)
+    add("one", waits_for("x", "y"), stage=gpu_parts.SANITIZED)
+    add("two", waits_for("y", "x"), stage=gpu_parts.SANITIZED)
+    alone = f"mkdir {source.parent}/alone && sleep 0.2 && rmdir {source.parent}/alone"
+    add("three", shell("a", alone))
+    add("four", shell("a", alone))
+    assert gpu.main([]) == 0
+
+
+def test_jobs_that_need_much_memory_take_turns(machine, monkeypatch):
+    add, source = machine
+    monkeypatch.setattr(gpu, "PROCESSES", 4)
+    text = f"mkdir {source.parent}/large && sleep 0.2 && rmdir {source.parent}/large"
+    for name in ("one", "two", "three"):
+        job = dataclasses.replace(shell("large", text), large=True)
+        add(name, job, stage=gpu_parts.SANITIZED)
+    assert gpu.main([]) == 0
+
+
+def test_a_part_that_must_be_asked_for(machine):
+    add, source = machine
+    add("one", shell("a", "true"))
+    add("sweep", shell("a", "true"), asked=True)
+    assert gpu.main([]) == 0
+    assert not (gpu.OUT / "parts" / "sweep.json").exists()
+    assert "sweep" not in (gpu.OUT / "summary.md").read_text()
+    assert gpu.main(["sweep"]) == 0
+    assert gpu.main(["--summary"]) == 0
+    assert "| sweep | passed" in (gpu.OUT / "summary.md").read_text()
+    source.write_text("second")
+    assert gpu.main(["--summary"]) == 1
+
+
 def test_all_parts_and_the_summary(machine, capsys):
     add, source = machine
     add("one", shell("a", "true"))
@@ -396,7 +440,7 @@ def test_an_incomplete_sweep_fails_and_its_next_run_goes_on(machine):
 
 def test_the_sweep_over_models_stops_before_its_part_does():
     part = gpu_parts.all_parts()["bench-squeeze_excite-zoo"]
-    assert part.resumes
+    assert part.resumes and part.asked
     (job,) = part.jobs(ROOT / "out", "")
     command = " ".join(map(str, job.command))
     assert "bench squeeze_excite --zoo --minutes 7 --device cuda --out out/bench" in command

@@ -10,6 +10,8 @@ from torch._subclasses import FakeTensorMode
 import fusewise
 from fusewise import _ops
 
+pytestmark = pytest.mark.any_device
+
 
 def test_version_is_the_headers():
     header = Path(__file__).parents[2] / "include" / "fusewise" / "version.h"

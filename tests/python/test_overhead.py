@@ -10,6 +10,8 @@ from fusewise.bench.compare import compare, worse
 from fusewise.bench.families import FAMILIES
 from fusewise.bench.families.family import BOTH, FORWARD
 
+pytestmark = pytest.mark.any_device
+
 
 class FakeTimer:
     """Every call of ours takes `ours` µs and every empty operator 4; both run once."""

@@ -15,6 +15,8 @@ from fusewise.bench.floor import Ceilings
 from fusewise.profile import advice, analysis, kinds, model, record, report
 from fusewise.profile.record import Piece, Work
 
+pytestmark = pytest.mark.any_device
+
 
 class Block(nn.Module):
     """A convolution, a norm, and a product that is in no module of its own."""

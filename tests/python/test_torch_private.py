@@ -10,6 +10,8 @@ from torch.autograd import forward_ad
 import fusewise
 from fusewise import _torch_private as private
 
+pytestmark = pytest.mark.any_device
+
 
 def test_private_names_are_in_one_file():
     pattern = re.compile(r"torch(\.\w+)*\._[a-z]\w*|\b_dynamo\b|\b_pytree\b|\b_current_level\b")
