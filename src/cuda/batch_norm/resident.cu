@@ -148,20 +148,17 @@ __host__ __device__ inline bool blocks_meet(const Cut& cut) {
   return cut.slabs.value() > 1 || cut.folded > 1;
 }
 
-/// combine_slabs where pixels are folded: a channel's sums are those of all its copies, which are
-/// in other tiles.
-template <typename T, typename Finish>
-__device__ void combine_folded(const Tile<T, false>& tile, float* sums, double* shared,
-                               Finish finish) {
-  const Cut& cut = tile.cut;
-  const int channels = cut.image_channels.value(), distinct = min(tile.width, channels);
-  const int columns = 2 * distinct, parts = cut.slabs.value() * cut.folded;
-  const int rows = max(1, min(parts, kThreads / columns));
-  const float* const all = sums_of(sums, cut, tile.stream, 0);
+/// Adds the sums of a channel in all slabs, and of all its copies, which may be in other tiles:
+/// row i of `rows` has those of every rows-th part from i on. Not inlined: few images are folded,
+/// and the code of the others should stay together.
+__device__ __noinline__ void add_folded(const Cut& cut, int first, int distinct, int rows,
+                                        const float* all, double* shared) {
+  const int channels = cut.image_channels.value(), columns = 2 * distinct;
+  const int parts = cut.slabs.value() * cut.folded;
   for (int t = threadIdx.x; t < rows * columns; t += kThreads) {
     const int row = t / columns, column = t - row * columns;
     const int second = column >= distinct ? 1 : 0;
-    const int k = tile.image_channel(column - second * distinct);
+    const int k = (first + column - second * distinct) % channels;
     double total = 0;
 #pragma unroll 8
     for (int part = row; part < parts; part += rows) {
@@ -171,30 +168,17 @@ __device__ void combine_folded(const Tile<T, false>& tile, float* sums, double* 
     }
     shared[t] = total;
   }
-  __syncthreads();
-  for (int k = threadIdx.x; k < tile.width; k += kThreads) {
-    const int column = k % distinct;
-    double first = 0, second = 0;
-    for (int row = 0; row < rows; ++row) {
-      first += shared[row * columns + column];
-      second += shared[row * columns + distinct + column];
-    }
-    finish(k, first, second);
-  }
-  __syncthreads();
 }
 
-/// Adds the sums of all slabs in float64 and in a fixed order, and calls finish(k, first, second)
-/// for k < width, in thread k. `shared`: combine_doubles. Ends with a barrier.
-template <typename T, typename Finish>
-__device__ void combine_slabs(const Tile<T, false>& tile, float* sums, double* shared,
-                              Finish finish) {
+/// The same where pixels are not folded, with 16-byte loads.
+template <typename T>
+__device__ __forceinline__ void add_slabs(const Tile<T, false>& tile, int rows, const float* all,
+                                          double* shared) {
   const int slabs = tile.cut.slabs.value(), channels = tile.cut.channels, width = tile.width;
-  const int quads = 2 * width / 4, rows = max(1, min(slabs, kThreads / quads));
+  const int quads = 2 * width / 4;
   for (int t = threadIdx.x; t < rows * quads; t += kThreads) {
     const int row = t / quads, k = (t - row * quads) * 4;
-    const float* from = sums_of(sums, tile.cut, tile.stream, 0) + tile.first +
-                        (k < width ? k : channels + k - width);
+    const float* from = all + tile.first + (k < width ? k : channels + k - width);
     double total[4] = {};
 #pragma unroll 8
     for (int slab = row; slab < slabs; slab += rows) {
@@ -208,13 +192,33 @@ __device__ void combine_slabs(const Tile<T, false>& tile, float* sums, double* s
 #pragma unroll
     for (int j = 0; j < 4; ++j) shared[row * 2 * width + k + j] = total[j];
   }
+}
+
+/// Adds the sums of all blocks of the stream in float64 and in a fixed order, and calls
+/// finish(k, first, second) for k < width, in thread k. `shared`: combine_doubles. Ends with a
+/// barrier.
+template <typename T, typename Finish>
+__device__ __forceinline__ void combine_blocks(const Tile<T, false>& tile, float* sums,
+                                               double* shared, Finish finish) {
+  const Cut& cut = tile.cut;
+  const float* const all = sums_of(sums, cut, tile.stream, 0);
+  int distinct = tile.width;  // channels of this block without copies
+  int rows = max(1, min(cut.slabs.value(), kThreads / (2 * distinct / 4)));
+  if (cut.folded > 1) {
+    distinct = min(distinct, cut.image_channels.value());
+    rows = max(1, min(cut.slabs.value() * cut.folded, kThreads / (2 * distinct)));
+    add_folded(cut, tile.first, distinct, rows, all, shared);
+  } else {
+    add_slabs(tile, rows, all, shared);
+  }
   __syncthreads();
-  for (int k = threadIdx.x; k < width; k += kThreads) {
+  for (int k = threadIdx.x; k < tile.width; k += kThreads) {
+    const double* column = shared + (k < distinct ? k : k % distinct);
     double first = 0, second = 0;
 #pragma unroll 8
     for (int row = 0; row < rows; ++row) {
-      first += shared[row * 2 * width + k];
-      second += shared[(row * 2 + 1) * width + k];
+      first += column[2 * row * distinct];
+      second += column[(2 * row + 1) * distinct];
     }
     finish(k, first, second);
   }
@@ -249,11 +253,7 @@ __device__ __forceinline__ void sum_over_grid(const Tile<T, false>& tile,
     __syncthreads();
   } else {
     cooperative_groups::this_grid().sync();
-    if (tile.cut.folded > 1) {
-      combine_folded(tile, sums, reinterpret_cast<double*>(work), finish);
-    } else {
-      combine_slabs(tile, sums, reinterpret_cast<double*>(work), finish);
-    }
+    combine_blocks(tile, sums, reinterpret_cast<double*>(work), finish);
   }
 }
 
