@@ -258,12 +258,14 @@ __device__ Coefficients<Accumulator<T>> finish_channel(const ForwardChannels& f,
                                                        double count, double mean, double variance,
                                                        long long calls, bool write) {
   using A = Accumulator<T>;
+  // Loaded first, so that they do not wait for the loads behind `variance`.
+  const A weight = parameter<T>(f.weight, f.wide, at, A(1));
+  const A bias = parameter<T>(f.bias, f.wide, at, A(0));
   const A inverse = inverse_deviation(static_cast<A>(variance), static_cast<A>(f.eps));
   if (write) {
     save_channel<T>(f, at, count, mean, variance, inverse, calls, running_statistics<T>(f, at));
   }
-  return {static_cast<A>(mean), inverse * parameter<T>(f.weight, f.wide, at, A(1)),
-          parameter<T>(f.bias, f.wide, at, A(0)), inverse};
+  return {static_cast<A>(mean), inverse * weight, bias, inverse};
 }
 
 /// The coefficients in inference, from the running statistics.

@@ -28,6 +28,9 @@ constexpr Index kMostOwnParts = 4608;
 constexpr int kMostLanes = 64;
 /// Vectors that a thread adds in float32. Longer sums would lose digits.
 constexpr std::int64_t kMostSteps = 128;
+/// normalize_kernel has many short blocks instead, whose threads load all they need at once.
+constexpr int kMapThreads = 256, kMapBlocks = 4;
+constexpr int map_vectors(bool residual) { return residual ? 2 : 4; }  // of x, per thread
 
 // ---- Forward.
 
@@ -83,67 +86,41 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   tile.count_call(counter);
 }
 
-/// Memory: x and the residual once, y once, and a bit per value.
+/// From the coefficients, or the running statistics. Memory: x and the residual once, y once, and a
+/// bit per value.
 template <typename T, bool kPlanar, bool kResidual>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kMapThreads, kMapBlocks)
     normalize_kernel(const __grid_constant__ Cut cut,
                      const __grid_constant__ NormalizeArguments a) {
-  constexpr int kBatch = kInFlight / (kResidual ? 2 : 1);
+  constexpr int kBatch = map_vectors(kResidual);
   extern __shared__ __align__(16) float shared[];
   const Tile<T, kPlanar> tile(cut, gridDim.x - 1 - blockIdx.x);
-  const T* x = static_cast<const T*>(a.x);
-  const T* residual = static_cast<const T*>(a.residual);
-  Packed<T> batch[kBatch], others[kResidual ? kBatch : 1];
-  const auto load = [&](int step) {
+  Packed<T> x[kBatch], residual[kResidual ? kBatch : 1];
+  Index at[kBatch];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (step + j >= tile.steps) break;
-      const Index at = tile.offset(tile.template unit<true>(step + j));
-      batch[j].load(x + at);
-      if constexpr (kResidual) others[j].load(residual + at);
-    }
-  };
-  load(0);
+  for (int j = 0; j < kBatch; ++j) {
+    if (j >= tile.steps) break;
+    at[j] = tile.offset(tile.template unit<true>(j));
+    x[j].load(static_cast<const T*>(a.x) + at[j]);
+    if constexpr (kResidual) residual[j].load(static_cast<const T*>(a.residual) + at[j]);
+  }
   wait_for_previous_kernel();
-
   const Table<T, kPlanar> table{shared, tile.lanes};
-  const auto set = [&](int k, const Coefficients<float>& value) {
+  for (int k = threadIdx.x; k < tile.width; k += kMapThreads) {
+    const Index channel = tile.channel(k);
+    const Coefficients<float> value =
+        a.coefficients != nullptr ? a.coefficients[channel]
+                                  : running_coefficients<T>(a.channels, channel, tile.writes(k));
     table.at(kMean, k) = value.mean;
     table.at(kScale, k) = value.scale;
     table.at(kShift, k) = value.shift;
-  };
-  if (a.parts.slabs > 0) {
-    const long long calls = calls_of(a.channels.counter, tile.stream);
-    combine_moments(a.parts, tile.stream, cut.channels, tile.first, tile.width,
-                    shared + table_floats(3, tile.width),
-                    [&](int k, double count, double mean, double variance) {
-                      set(k, finish_channel<T>(a.channels, tile.channel(k), count, mean, variance,
-                                               calls, tile.writes(k)));
-                    });
-  } else {
-    for (int k = threadIdx.x; k < tile.width; k += kThreads) {
-      const Index at = tile.channel(k);
-      set(k, a.coefficients != nullptr ? a.coefficients[at]
-                                       : running_coefficients<T>(a.channels, at, tile.writes(k)));
-    }
-    __syncthreads();
   }
-
-  for (int step = 0; step < tile.steps; step += kBatch) {
-    Packed<T> now[kBatch], other_now[kResidual ? kBatch : 1];
+  __syncthreads();
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      now[j] = batch[j];
-      if constexpr (kResidual) other_now[j] = others[j];
-    }
-    load(step + kBatch);  // in flight while this batch is computed and stored
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (step + j >= tile.steps) break;
-      const unsigned unit = tile.template unit<true>(step + j);
-      write_normalized<kResidual>(a, tile, table, tile.is_blank(unit), tile.offset(unit), now[j],
-                                  other_now[kResidual ? j : 0]);
-    }
+  for (int j = 0; j < kBatch; ++j) {
+    if (j >= tile.steps) break;
+    const bool blank = tile.is_blank(tile.template unit<true>(j));
+    write_normalized<kResidual>(a, tile, table, blank, at[j], x[j], residual[kResidual ? j : 0]);
   }
 }
 
@@ -280,40 +257,67 @@ static_assert(choose_slabs(64, 264, 100) == 4 && choose_slabs(64, 264, 3) == 3);
 static_assert(choose_slabs(264, 264, 100) == 1);  // one full wave
 static_assert(choose_slabs(144, 264, 100) == 7);  // 1008 of 1056 places in four waves
 
-Cut cut_of(const Context& context, const TensorView& x, const TensorView& blanked, bool with_bits) {
+/// `slabs(groups, units, strands)` chooses the number of slabs of each group of channels.
+template <typename Slabs>
+Cut cut_of(const TensorView& x, const TensorView& blanked, bool with_bits, int threads,
+           Slabs slabs) {
   const int vector = static_cast<int>(16 / size_of(x.dtype));
   const bool channels_last = has_adjacent_channels(x);
   const std::int64_t folded = channels_last ? folded_pixels(x, blanked, with_bits) : 1;
-  const std::int64_t streams = streams_of(x), channels = dimension(x, 3) * folded;
+  const std::int64_t channels = dimension(x, 3) * folded;
   const std::int64_t pixels = dimension(x, 4) * dimension(x, 2) * dimension(x, 1);
   const int vectors = static_cast<int>(channels / vector);
   const int lanes = channels_last ? choose_lanes(vectors) : 1;
   const std::int64_t tiles = channels_last ? divide_up(vectors, lanes) : channels;
   const std::int64_t units = pixels / (channels_last ? folded : vector);
-  const std::int64_t resident = kBlocks * limits_of(context.device).multiprocessors;
-  const std::int64_t most = divide_up(units, kThreads / lanes);  // a vector for each thread
-  const std::int64_t least = divide_up(units, kMostSteps * (kThreads / lanes));
-  return make_cut(x, blanked, kThreads, lanes,
-                  std::max(least, choose_slabs(streams * tiles, resident, most)), folded);
+  return make_cut(x, blanked, threads, lanes,
+                  slabs(streams_of(x) * tiles, units, std::int64_t{threads / lanes}), folded);
 }
 
-/// The plan of a call and its launches.
+/// For kernels whose blocks are all resident at once.
+Cut resident_cut(const Context& context, const TensorView& x, const TensorView& blanked,
+                 bool with_bits) {
+  const std::int64_t resident = kBlocks * limits_of(context.device).multiprocessors;
+  return cut_of(x, blanked, with_bits, kThreads,
+                [&](std::int64_t groups, std::int64_t units, std::int64_t strands) {
+                  const std::int64_t most = divide_up(units, strands);  // a vector per thread
+                  const std::int64_t least = divide_up(units, kMostSteps * strands);
+                  return std::max(least, choose_slabs(groups, resident, most));
+                });
+}
+
+/// For normalize_kernel. Slabs are even, and so is what a block takes.
+Cut map_cut(const BatchNormActForward& call) {
+  static_assert(map_vectors(false) % 2 == 0 && map_vectors(true) % 2 == 0);
+  return cut_of(call.x, call.blanked, call.passes.defined(), kMapThreads,
+                [&](std::int64_t, std::int64_t units, std::int64_t strands) {
+                  return divide_up(units, map_vectors(call.residual.defined()) * strands);
+                });
+}
+
+/// Channels of a block.
+int width_of(const TensorView& x, const Cut& cut) {
+  return has_adjacent_channels(x) ? cut.lanes.value() * static_cast<int>(16 / size_of(x.dtype)) : 1;
+}
+
+/// Whether outputs of x's size push each other out of L2.
+bool is_streaming(const Context& context, const TensorView& x) {
+  return 2 * x.numel() * size_of(x.dtype) > limits_of(context.device).l2_cache;
+}
+
+/// The plan of two passes and their launches.
 struct Passes {
   const Context& context;
   Cut cut;
   std::int64_t streams;
   int width, vector;  // channels per block, values per 16 bytes
-  bool channels_last, streaming;
 
   Passes(const Context& context, const TensorView& x, const TensorView& blanked, bool with_bits)
       : context(context),
-        cut(cut_of(context, x, blanked, with_bits)),
+        cut(resident_cut(context, x, blanked, with_bits)),
         streams(streams_of(x)),
-        vector(static_cast<int>(16 / size_of(x.dtype))),
-        channels_last(has_adjacent_channels(x)),
-        streaming(2 * x.numel() * size_of(x.dtype) > limits_of(context.device).l2_cache) {
-    width = channels_last ? cut.lanes.value() * vector : 1;
-  }
+        width(width_of(x, cut)),
+        vector(static_cast<int>(16 / size_of(x.dtype))) {}
 
   bool combines() const { return Index{cut.slabs.value()} * width <= kMostOwnParts; }
   Launch first(int rows) const {
@@ -388,25 +392,21 @@ void two_pass_run(const Context& context, const BatchNormStatistics& call) {
 
 void two_pass_run(const Context& context, const BatchNormActForward& call) {
   const ForwardChannels f = channels_of(call);
-  const Passes p(context, call.x, call.blanked, call.passes.defined());
-  const bool own = f.own(), between = f.group != nullptr || (own && !p.combines());
-  const PartMemory<float> memory(context, f.streams, own ? p.cut.slabs.value() : 0, f.channels);
-  const Scratch<Coefficients<float>> coefficients(context, between ? f.streams * f.channels : 0);
+  const bool own = f.own(), given = !own && f.group == nullptr;  // by the running statistics
+  const Scratch<Coefficients<float>> coefficients(context, given ? 0 : f.streams * f.channels);
+  if (own) two_pass_coefficients(context, call.x, call.blanked, f, coefficients.data());
   NormalizeArguments a = arguments_of(call);
-  a.parts = memory.moments();
   a.coefficients = coefficients.data();
-  a.streaming = p.streaming;
+  a.streaming = is_streaming(context, call.x);
+  const Cut cut = map_cut(call);
+  const Launch launch{.context = context,
+                      .blocks = cut.blocks(f.streams),
+                      .threads = kMapThreads,
+                      .shared_bytes = sizeof(float) * table_floats(3, width_of(call.x, cut)),
+                      .overlaps_previous = !given};
   dispatch(call.x, call.residual.defined(), [&]<typename T>(T, auto planar, auto residual) {
-    if (own) {
-      launch_kernel(p.first(1), "computing moments", moments_kernel<T, planar()>, p.cut,
-                    static_cast<const T*>(call.x.data), a.parts, f.advanced());
-    }
-    if (between) {
-      launch_finish<T>(context, f, a.parts, coefficients.data());
-      a.parts.slabs = 0;
-    }
-    launch_kernel(p.second<Moments>(3, own || between), "normalizing",
-                  normalize_kernel<T, planar(), residual()>, p.cut, a);
+    if (f.group != nullptr) launch_finish<T>(context, f, {}, coefficients.data());
+    launch_kernel(launch, "normalizing", normalize_kernel<T, planar(), residual()>, cut, a);
   });
 }
 
@@ -423,7 +423,7 @@ void two_pass_run(const Context& context, const BatchNormActBackward& call) {
   GradientArguments a = arguments_of(call);
   a.parts = memory.gradients();
   a.corrections = corrections.data();
-  a.streaming = p.streaming;
+  a.streaming = is_streaming(context, call.x);
   dispatch(call.x, reads_residual(call), [&]<typename T>(T, auto planar, auto residual) {
     if (needs.sums) {
       launch_kernel(p.first(3), "summing gradients", gradient_sums_kernel<T, planar(), residual()>,

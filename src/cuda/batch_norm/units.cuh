@@ -99,8 +99,7 @@ struct NormalizeArguments {
   void* y;
   unsigned char* passes;
   ForwardChannels channels;
-  MomentParts<float> parts;                 // combined here if there are any
-  const Coefficients<float>* coefficients;  // else these, or the running statistics if null
+  const Coefficients<float>* coefficients;  // in a second pass; the running statistics if null
   Activation activation;
   bool streaming;  // y does not stay in L2
 };
@@ -111,7 +110,6 @@ inline NormalizeArguments arguments_of(const BatchNormActForward& call) {
           .y = call.y.data,
           .passes = static_cast<unsigned char*>(call.passes.data),
           .channels = channels_of(call),
-          .parts = {},
           .coefficients = nullptr,
           .activation = call.activation,
           .streaming = false};
