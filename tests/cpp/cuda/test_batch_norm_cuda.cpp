@@ -69,7 +69,8 @@ TEST_F(CudaBatchNorm, ShortPlanes) {
     Index s, n, c, h, w;
   };
   // Planes of whole vectors and others, planes smaller than a vector, one block and clusters. The
-  // image of 3 x 65 x 7 x 5 ends within a vector, and its bits within a word.
+  // image of 3 x 65 x 7 x 5 ends within a vector. Its bits of relu would end within a word, so
+  // forward goes elsewhere where it keeps them.
   for (const Sizes& z : {Sizes{0, 4, 8, 7, 7},
                          {0, 2, 16, 14, 14},
                          {0, 32, 3, 1, 3},
@@ -94,7 +95,9 @@ TEST_F(CudaBatchNorm, ShortPlanes) {
                                                          .activation = activation,
                                                          .residual = residual,
                                                          .blanked = z.s > 0});
-          EXPECT_TRUE(ran.contains("forward planes"));
+          const bool keeps_bits = residual && activation == Activation::relu;
+          const bool whole_words = z.n * z.c * z.h * z.w % 32 == 0;
+          EXPECT_EQ(ran.contains("forward planes"), whole_words || !keeps_bits);
           EXPECT_TRUE(ran.contains("backward planes"));
         }
       }
