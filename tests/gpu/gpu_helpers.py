@@ -175,9 +175,9 @@ def check_out_of_memory_in_backward(call, inputs, dy, room, dx):
 # --- whole models -------------------------------------------------------------------------------
 
 
-def train_under_autocast(model, x):
+def train_under_autocast(model, x, rate=0.1):
     """Trains five steps in float16; returns the last output and its loss."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     for _ in range(5):
         with torch.autocast("cuda", torch.float16):
             y = model(x)

@@ -150,8 +150,9 @@ def test_training_step_under_autocast():
         def forward(self, x):
             return self.model(x, x[:, :1], F.avg_pool2d(x[:, 1:2], 3, 1, 1))
 
-    y, loss = train_under_autocast(Views(), torch.randn(8, 3, 64, 64, device="cuda"))
-    assert y.isfinite().all() and loss < 10
+    x = torch.randn(8, 3, 64, 64, device="cuda")
+    y, loss = train_under_autocast(Views(), x, rate=0.01)
+    assert y.isfinite().all() and loss < 0.5
 
 
 def test_memory_is_flat_over_many_calls():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusewise
-from fusewise.bench.accuracy import compare, largest
+from fusewise.bench.accuracy import compare, largest, scale
 from fusewise.functional import li_conv
 from reference import LAYOUTS, same_bits
 
@@ -83,24 +83,30 @@ class Case:
         previous = tensors[images + 2 * count] if self.previous is not None else None
         return function(x, list(weights), list(mix), previous, **self.options)
 
-    def results(self, function, dtype=None):
-        tensors = [t.detach().to(dtype or t.dtype).requires_grad_() for t in self.tensors()]
+    def results(self, function, dtype=None, change=lambda t: t):
+        tensors = [change(t.detach().to(dtype or t.dtype)) for t in self.tensors()]
+        tensors = [t.requires_grad_() for t in tensors]
         y = self.call(function, tensors)
-        return [y.detach(), *torch.autograd.grad(y, tensors, self.dy.to(y.dtype))]
+        return [y.detach(), *torch.autograd.grad(y, tensors, change(self.dy.to(y.dtype)))]
 
     def check(self):
         """Every implementation by the accuracy rule, in output and gradients."""
         torchs, right = self.results(eager), self.results(eager, torch.float64)
+        # All results are sums of products, so absolute values give the sums of |terms|.
+        terms = self.results(eager, torch.float64, torch.abs)
         (record, *_) = fusewise.explain(self.call, li_conv)
         for name in record.able:
             with fusewise.implementation(li_conv=name, li_conv_backward=name):
                 ours = self.results(li_conv)
-            for i, (found, theirs, value) in enumerate(zip(ours, torchs, right, strict=True)):
+            for i, (found, theirs, value, sums) in enumerate(
+                zip(ours, torchs, right, terms, strict=True)
+            ):
                 assert found.dtype == theirs.dtype and found.shape == theirs.shape
                 given = (None, *self.tensors())[i]
                 if given is not None and given.is_contiguous():
                     assert found.is_contiguous() or found.dim() >= 4
-                check = compare(f"{name} {i}", found, theirs, value, largest(value))
+                size = scale(largest(value), largest(sums), 0.0, found.dtype)
+                check = compare(f"{name} {i}", found, theirs, value, size)
                 assert check.passed, str(check)
 
 
