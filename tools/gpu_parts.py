@@ -1,6 +1,7 @@
 """The parts of `make gpu`: what each part runs, and which source files it tests."""
 
 import hashlib
+import itertools
 import re
 import shutil
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = 6  # processes for a family's tests in tests/python
 GPU_SHARES = 3  # processes for a family's tests in tests/gpu
+CPP_SHARES = 5  # processes for each sanitizer of the C++ tests
 LARGE = "2_to_the_31"  # these tests take 45 GiB each, so they run one after the other
 TESTS, SANITIZED, ALONE = "tests", "sanitized", "alone"  # stages, in this order
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -175,7 +177,9 @@ def ctest_jobs(out: Path, _: str) -> list[Job]:
     return [Job("ctest", command, {"OMP_NUM_THREADS": "2"})]
 
 
-def sanitizer_jobs(program: list) -> list[Job]:
+def sanitizer_jobs(program: list, shares: int = 1) -> list[Job]:
+    """`shares`: processes for each tool, which share the tests of a GoogleTest program."""
+
     def command(tool):
         checker = ["compute-sanitizer", "--tool", tool]
         if tool != "racecheck":  # not all of its findings are failures
@@ -187,10 +191,13 @@ def sanitizer_jobs(program: list) -> list[Job]:
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     summary = r"(?:ERROR|RACECHECK) SUMMARY: (.*)"
     problems = {"racecheck": own_hazards}
-    return [
-        Job(tool, command(tool), uncached, summary, problems.get(tool, Job.problem))
-        for tool in SANITIZERS
-    ]
+    jobs = []
+    for tool, share in itertools.product(SANITIZERS, range(shares)):
+        name = tool if shares == 1 else f"{tool}-{share}"
+        share_of_tests = {"GTEST_TOTAL_SHARDS": str(shares), "GTEST_SHARD_INDEX": str(share)}
+        problem = problems.get(tool, Job.problem)
+        jobs.append(Job(name, command(tool), uncached | share_of_tests, summary, problem))
+    return jobs
 
 
 def own_hazards(log: str) -> str:
@@ -302,7 +309,7 @@ def all_parts() -> dict[str, Part]:
         *(sanitizer_part(family) for family in with_kernels),
         Part(
             "sanitize-cpp",
-            lambda out, _: sanitizer_jobs(cpp_program),
+            lambda out, _: sanitizer_jobs(cpp_program, CPP_SHARES),
             cpp_sources,
             stage=SANITIZED,
         ),
