@@ -25,7 +25,7 @@ struct Part {
   int lane;             ///< of the thread in a row of columns
   long long channel;    ///< of the block's first, in an array of [N, C]
   long long start;      ///< of the thread's vector of the sample's first pixel
-  int end;              ///< of the thread's pixels
+  int left;             ///< how many pixels the thread has
 
   __device__ Part(const Arguments& a, const BatchedImages& cut, unsigned block) {
     const unsigned sample = block / cut.blocks;
@@ -36,19 +36,48 @@ struct Part {
     lane = threadIdx.x - strand * columns;
     channel = static_cast<long long>(sample) * a.c + first * kVector;
     start = static_cast<long long>(sample) * a.hw * a.c + (first + lane) * kVector;
-    end = strand < strands ? a.hw : 0;
+    left = strand < strands ? (a.hw - strand + strands - 1) / strands : 0;
   }
 };
 
-/// For data that is not read again soon: evicted from L2 first.
-template <typename T>
-__device__ __forceinline__ Vector<T> load_streaming(const T* address) {
-  const uint4 bits = __ldcs(reinterpret_cast<const uint4*>(address));
+/// Loads a vector, or gives zeros. The zeros are written first: with a choice after the load, the
+/// compiler waits for some loads before it issues the others. `kLast`: evicted from L2 first.
+template <bool kLast, typename T>
+__device__ __forceinline__ Vector<T> load_or_zeros(const T* address, bool real) {
+  uint4 bits;
+  if constexpr (kLast) {
+    asm volatile(
+        "{\n"
+        ".reg .pred real;\n"
+        "setp.ne.b32 real, %5, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "mov.b32 %1, 0;\n"
+        "mov.b32 %2, 0;\n"
+        "mov.b32 %3, 0;\n"
+        "@real ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}"
+        : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
+        : "l"(address), "r"(static_cast<int>(real)));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred real;\n"
+        "setp.ne.b32 real, %5, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "mov.b32 %1, 0;\n"
+        "mov.b32 %2, 0;\n"
+        "mov.b32 %3, 0;\n"
+        "@real ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}"
+        : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
+        : "l"(address), "r"(static_cast<int>(real)));
+  }
   return reinterpret_cast<const Vector<T>&>(bits);
 }
 
 template <typename T, bool kBackward>
-__global__ void __launch_bounds__(kImageThreads, 3) sum_kernel(Arguments a, BatchedImages cut) {
+__global__ void __launch_bounds__(kImageThreads, kBatchedImageBlocks)
+    sum_kernel(Arguments a, BatchedImages cut) {
   __shared__ float rows[kImageThreads * kVector];
   const Part part(a, cut, blockIdx.x);
   const T* const kept = static_cast<const T*>(a.kept) + part.start;
@@ -56,31 +85,33 @@ __global__ void __launch_bounds__(kImageThreads, 3) sum_kernel(Arguments a, Batc
   wait_for_previous_kernel();
   allow_next_kernel();
 
-  // The first sum of each batch is separate, which keeps rounding errors small.
+  // Each batch has a sum of its own, which keeps rounding errors small.
   constexpr int kLoads = kBackward ? kBatch / 2 : kBatch;
   float total[kVector] = {};
-  for (int first = part.strand; first < part.end; first += kLoads * part.strands) {
+  const long long step = static_cast<long long>(part.strands) * a.c;
+  long long at = static_cast<long long>(part.strand) * a.c;
+#pragma unroll 1
+  for (int left = part.left; left > 0; left -= kLoads, at += kLoads * step) {
     Vector<T> v[kLoads], w[kBackward ? kLoads : 1];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      const int p = first + j * part.strands;
-      const long long at = static_cast<long long>(p) * a.c;
-      v[j] = p < part.end ? load_vector(kept + at) : Vector<T>{};
-      if constexpr (kBackward) w[j] = p < part.end ? load_streaming(extra + at) : Vector<T>{};
+      v[j] = load_or_zeros<false>(kept + at + j * step, j < left);
+      if constexpr (kBackward) w[j] = load_or_zeros<true>(extra + at + j * step, j < left);
     }
+    float sum[kVector] = {};
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      float sum = 0;
+    for (int j = 0; j < kLoads; ++j) {
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
+      for (int k = 0; k < kVector; ++k) {
         if constexpr (kBackward) {
-          sum += v[j][k] * w[j][k];
+          sum[k] += v[j][k] * w[j][k];
         } else {
-          sum += v[j][k];
+          sum[k] += v[j][k];
         }
       }
-      total[k] += sum;
     }
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) total[k] += sum[k];
   }
   if (part.strand < part.strands) {
     float4* const row = reinterpret_cast<float4*>(rows + threadIdx.x * kVector);
@@ -113,37 +144,41 @@ struct Values {
 };
 
 template <typename T, bool kBackward>
-__global__ void __launch_bounds__(kImageThreads) scale_kernel(Arguments a, BatchedImages cut) {
+__global__ void __launch_bounds__(kImageThreads, kBatchedImageBlocks)
+    scale_kernel(Arguments a, BatchedImages cut) {
   const Part part(a, cut, gridDim.x - 1 - blockIdx.x);
   const T* const kept = static_cast<const T*>(a.kept) + part.start;
   T* const out = static_cast<T*>(a.out) + part.start;
+  const long long step = static_cast<long long>(part.strands) * a.c;
+  long long at = static_cast<long long>(part.strand) * a.c;
   Vector<T> batch[kBatch];
-  const auto load = [&](int first) {
+  const auto load = [&](int left) {
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const int p = first + j * part.strands;
-      if (p < part.end) batch[j] = load_vector(kept + static_cast<long long>(p) * a.c);
+      if (j < left) batch[j] = load_vector(kept + at + j * step);
     }
   };
-  load(part.strand);  // the image is older than the previous kernel
+  load(part.left);  // the image is older than the previous kernel
   wait_for_previous_kernel();
   allow_next_kernel();
-  if (part.end == 0) return;
+  if (part.left <= 0) return;
   const long long channel = part.channel + part.lane * kVector;
   const Values gates(a.gates + channel), offsets((kBackward ? a.offsets : a.gates) + channel);
-  for (int first = part.strand; first < part.end; first += kBatch * part.strands) {
-    if (first != part.strand) load(first);
+  for (int left = part.left;;) {
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const int p = first + j * part.strands;
-      if (p >= part.end) break;
+      if (j >= left) break;
       Vector<T>& v = batch[j];
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
         v.set(k, kBackward ? fmaf(v[k], gates.v[k], offsets.v[k]) : v[k] * gates.v[k]);
       }
-      store_streaming(out + static_cast<long long>(p) * a.c, v);
+      store_streaming(out + at + j * step, v);
     }
+    left -= kBatch;
+    if (left <= 0) return;
+    at += kBatch * step;
+    load(left);
   }
 }
 

@@ -7,13 +7,20 @@
 namespace fusewise::cuda {
 
 BatchedImages batched_images(std::int64_t n, std::int64_t c, int multiprocessors) {
-  // Enough blocks that every SM has a few, unless their rows become shorter than 256 bytes.
-  constexpr std::int64_t kLeast = 16;
-  const std::int64_t columns = c / 8;
-  std::int64_t blocks = divide_up(columns, kBatchedImageThreads);
-  while (n * blocks < 3 * multiprocessors && divide_up(columns, blocks + 1) >= kLeast) ++blocks;
+  // Every SM has the same number of blocks, as nearly as rows of at least 256 bytes allow.
+  constexpr std::int64_t kLeastColumns = 16;
+  constexpr std::int64_t kStart = 4;  // what a block costs beside its columns, in columns
+  const std::int64_t columns = c / 8, together = kBatchedImageBlocks * multiprocessors;
+  const std::int64_t least = divide_up(columns, kBatchedImageThreads);
+  std::int64_t best = least, best_cost = 0;
+  for (std::int64_t blocks = least; blocks < least + 64; ++blocks) {
+    const std::int64_t mine = divide_up(columns, blocks);
+    if (blocks > least && mine < kLeastColumns) break;
+    const std::int64_t cost = divide_up(n * divide_up(columns, mine), together) * (mine + kStart);
+    if (best_cost == 0 || cost < best_cost) best = blocks, best_cost = cost;
+  }
   BatchedImages result{};
-  result.columns = static_cast<int>(divide_up(columns, blocks));
+  result.columns = static_cast<int>(divide_up(columns, best));
   result.blocks = static_cast<int>(divide_up(columns, result.columns));
   return result;
 }

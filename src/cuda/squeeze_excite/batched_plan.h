@@ -8,8 +8,9 @@
 namespace fusewise::cuda {
 
 inline constexpr int kBatchedImageThreads = 256;
-inline constexpr int kBatchedDepth = 32;      ///< depth of a stage of a GEMM
-inline constexpr int kBatchedMostSlices = 8;  ///< the largest portable cluster
+inline constexpr int kBatchedImageBlocks = 3;  ///< per SM, with registers for 8 loads in flight
+inline constexpr int kBatchedDepth = 32;       ///< depth of a stage of a GEMM
+inline constexpr int kBatchedMostSlices = 8;   ///< the largest portable cluster
 
 struct BatchedProblem {
   std::int64_t n, c, hw, r;
