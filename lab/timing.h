@@ -32,8 +32,8 @@ inline cudaGraph_t capture(cudaStream_t stream, int calls, const Run& run) {
   return graph;
 }
 
-/// Microseconds per call: the median of seven replays of a graph of `calls` calls.
-inline double time_us(cudaStream_t stream, int calls, const Run& run) {
+/// Microseconds per call: the median of several replays of a graph of `calls` calls.
+inline double time_us(cudaStream_t stream, int calls, const Run& run, int replays = 7) {
   const cudaGraph_t graph = capture(stream, calls, run);
   cudaGraphExec_t executable{};
   cudaEvent_t begin{}, end{};
@@ -41,7 +41,7 @@ inline double time_us(cudaStream_t stream, int calls, const Run& run) {
   CHECK(cudaEventCreate(&begin));
   CHECK(cudaEventCreate(&end));
   CHECK(cudaGraphLaunch(executable, stream));  // warm-up
-  std::vector<float> times(7);
+  std::vector<float> times(replays);
   for (float& time : times) {
     CHECK(cudaEventRecord(begin, stream));
     CHECK(cudaGraphLaunch(executable, stream));

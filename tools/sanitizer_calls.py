@@ -18,6 +18,7 @@ SHAPES = (
     (3, 65, 7, 5, 3),
     (1, 1, 1, 1, 1),
     (2, 336, 12, 12, 14),
+    (5, 264, 3, 3, 33),
 )
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 

@@ -31,4 +31,19 @@ __device__ __forceinline__ void send_to_block(float* mine, ByteBarrier& barrier,
       : "memory");
 }
 
+/// Reads a float of another block's shared memory, at the address that `mine` has in this block.
+__device__ __forceinline__ float load_from_block(const float* mine, int rank) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .b32 place;\n"
+      "mapa.shared::cluster.u32 place, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [place];\n"
+      "}"
+      : "=f"(value)
+      : "r"(shared_address(mine)), "r"(rank)
+      : "memory");
+  return value;
+}
+
 }  // namespace fusewise::cuda

@@ -80,6 +80,7 @@ def test_fast_implementations_with_other_functions(layout, dtypes, activation, g
     checked = case.check_every_implementation()
     assert {"general", "two_pass"} <= checked
     assert "cluster" in checked or not HOPPER
+    assert ("batched" in checked) == (layout == "channels_last" and dtypes != "fp32")
 
 
 def test_a_declined_implementation_says_why():
@@ -253,7 +254,8 @@ def test_peak_memory_is_not_above_eagers(layout, shape, reduced):
     for choice in ({}, *case.implementations()):
         with fusewise.implementation(**choice):
             assert training(squeeze_excite) <= training(eager)
-    # Eager keeps little beside y, and clusters nothing; two passes have their partial sums.
+    # Eager keeps little beside y, and clusters nothing; two passes have their partial sums, and
+    # batches the vectors of all samples.
     clusters = fusewise.explain(squeeze_excite, *case.arguments)[0].chosen == "cluster"
     allowed = 0 if clusters else case.x.nbytes // 50
     assert inference(squeeze_excite) <= inference(eager) + allowed

@@ -725,6 +725,14 @@ std::string cluster_yields(const Context& context, const SqueezeExciteBackward& 
   return "'two_pass' uses more of the GPU for few large samples";
 }
 
+double cluster_expected_time(const Context& context, const SqueezeExciteForward& call) {
+  return expected_time(problem_of(call), *plan_for(context, call));
+}
+
+double cluster_expected_time(const Context& context, const SqueezeExciteBackward& call) {
+  return expected_time(problem_of(call), *plan_for(context, call));
+}
+
 void cluster_run(const Context& context, const SqueezeExciteForward& call) {
   cluster_run(context, call, *plan_for(context, call));
 }

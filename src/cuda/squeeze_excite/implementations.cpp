@@ -1,6 +1,7 @@
 // The CUDA implementations of Squeeze-and-Excitation, fastest first.
 
 #include "common/implementation.h"
+#include "cuda/squeeze_excite/batched.cuh"
 #include "cuda/squeeze_excite/cluster.cuh"
 #include "cuda/squeeze_excite/general.cuh"
 #include "cuda/squeeze_excite/two_pass.cuh"
@@ -8,6 +9,11 @@
 
 namespace fusewise::cuda {
 namespace {
+
+template <typename Call>
+constexpr Implementation<Call> kBatched{
+    "batched", [](const Context&, const Call& call) { return batched_declines(call); }, batched_run,
+    batched_yields};
 
 template <typename Call>
 constexpr Implementation<Call> kTwoPass{
@@ -30,13 +36,14 @@ std::string yield_to_two_passes(const Context& context, const SqueezeExciteBackw
 Implementations<SqueezeExciteForward> squeeze_excite_forward() {
   using Call = SqueezeExciteForward;
   static constexpr Implementation<Call> list[] = {
-      {"cluster", cluster_declines, cluster_run}, kTwoPass<Call>, kGeneral<Call>};
+      kBatched<Call>, {"cluster", cluster_declines, cluster_run}, kTwoPass<Call>, kGeneral<Call>};
   return list;
 }
 
 Implementations<SqueezeExciteBackward> squeeze_excite_backward() {
   using Call = SqueezeExciteBackward;
   static constexpr Implementation<Call> list[] = {
+      kBatched<Call>,
       {"cluster", cluster_declines, cluster_run, yield_to_two_passes},
       kTwoPass<Call>,
       kGeneral<Call>};

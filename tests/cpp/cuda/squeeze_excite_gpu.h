@@ -116,7 +116,7 @@ inline void expect_backward(SqueezeExcite call, const BackwardReference& expecte
 
 /// Those that ran, as "forward cluster". `general` always has to.
 using Names = std::set<std::string>;
-inline constexpr const char* kNames[] = {"cluster", "two_pass", "general"};
+inline constexpr const char* kNames[] = {"batched", "cluster", "two_pass", "general"};
 
 inline Names expect_forwards(SqueezeExcite& call, const ForwardReference& expected) {
   Names ran;
@@ -154,13 +154,6 @@ inline Names expect_both(SqueezeExcite call) {
 
 inline bool has_clusters() { return cuda::limits_of(kGpu).capability >= 90; }
 
-/// What takes dense, aligned float32 or half images of a size that suits the GPU.
-inline Names all_names() {
-  Names all{"forward two_pass", "forward general", "backward two_pass", "backward general"};
-  if (has_clusters()) all.merge(Names{"forward cluster", "backward cluster"});
-  return all;
-}
-
 // Problems. --------------------------------------------------------------------------------------
 
 struct Types {
@@ -174,6 +167,17 @@ inline constexpr Types kShortTypes[] = {{DType::f32, DType::f32},
                                         {DType::f16, DType::f32},
                                         {DType::bf16, DType::bf16},
                                         {DType::bf16, DType::f32}};
+
+/// What takes dense, aligned float32 or half images of a size that suits the GPU, with a multiple
+/// of eight channels.
+inline Names all_names(Types types, Layout layout) {
+  Names all{"forward two_pass", "forward general", "backward two_pass", "backward general"};
+  if (has_clusters()) all.merge(Names{"forward cluster", "backward cluster"});
+  if (size_of(types.data) == 2 && layout == Layout::channels_last) {
+    all.merge(Names{"forward batched", "backward batched"});
+  }
+  return all;
+}
 
 inline std::string case_name(const Sizes& s, Types types, Layout layout, Layout other) {
   return "N, C, R, H, W = " + std::to_string(s.n) + ", " + std::to_string(s.c) + ", " +

@@ -92,7 +92,7 @@ TEST_F(CudaSqueezeExcite, ManyChannels) {
 TEST_F(CudaSqueezeExcite, ManySamples) {
   for (const Types types : kShortTypes) {
     for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
-      EXPECT_EQ(expect_case({300, 64, 4, 4, 6}, types, layout), all_names());
+      EXPECT_EQ(expect_case({300, 64, 4, 4, 6}, types, layout), all_names(types, layout));
     }
   }
 }
@@ -153,9 +153,11 @@ TEST_F(CudaSqueezeExcite, WithoutBiases) {
 
 TEST_F(CudaSqueezeExcite, WithoutSavedTensors) {
   for (const Layout layout : {Layout::nchw, Layout::channels_last, Layout::sliced}) {
-    SqueezeExcite call = make({5, 24, 5, 6, 6}, DType::f32, layout);
-    call.pooled = call.hidden = call.gates = {};
-    expect_forwards(call, forward_reference(call));
+    for (const DType dtype : {DType::f32, DType::f16}) {
+      SqueezeExcite call = make({5, 24, 5, 6, 6}, dtype, layout);
+      call.pooled = call.hidden = call.gates = {};
+      expect_forwards(call, forward_reference(call));
+    }
   }
 }
 
@@ -165,20 +167,22 @@ TEST_F(CudaSqueezeExcite, ConvolutionWeights) {
   call.w2 = Tensor(DType::f32, {20, 5, 1, 1}).fill(5, 0.4);
   call.dw1 = Tensor(DType::f32, {5, 20, 1, 1});
   call.dw2 = Tensor(DType::f32, {20, 5, 1, 1});
-  EXPECT_EQ(expect_both(call), all_names());
+  EXPECT_EQ(expect_both(call), all_names({DType::f32, DType::f32}, Layout::nchw));
 }
 
 TEST_F(CudaSqueezeExcite, EveryChoiceOfGradients) {
   for (const Layout layout : {Layout::nchw, Layout::channels_last, Layout::transposed}) {
-    for (int absent = 0; absent < 32; ++absent) {
-      SCOPED_TRACE(absent);
-      SqueezeExcite call = make({4, 24, 5, 6, 7}, DType::f32, layout);
-      if (absent & 1) call.dx = {};
-      if (absent & 2) call.dw1 = {};
-      if (absent & 4) call.db1 = {};
-      if (absent & 8) call.dw2 = {};
-      if (absent & 16) call.db2 = {};
-      expect_backwards(call, forward_reference(call));
+    for (const DType dtype : {DType::f32, DType::f16}) {
+      for (int absent = 0; absent < 32; ++absent) {
+        SCOPED_TRACE(absent);
+        SqueezeExcite call = make({4, 24, 5, 6, 7}, dtype, layout);
+        if (absent & 1) call.dx = {};
+        if (absent & 2) call.dw1 = {};
+        if (absent & 4) call.db1 = {};
+        if (absent & 8) call.dw2 = {};
+        if (absent & 16) call.db2 = {};
+        expect_backwards(call, forward_reference(call));
+      }
     }
   }
 }
@@ -212,9 +216,11 @@ TEST_F(CudaSqueezeExcite, NaNAndInfinityPropagate) {
 TEST_F(CudaSqueezeExcite, ANaNOfAllOnes) {
   // What one block tells another may be any float.
   for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
-    SqueezeExcite call = make({3, 16, 4, 4, 5}, DType::f32, layout);
-    call.x.poison();
-    expect_both(call);
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      SqueezeExcite call = make({3, 16, 4, 4, 5}, dtype, layout);
+      call.x.poison();
+      expect_both(call);
+    }
   }
 }
 
@@ -247,7 +253,8 @@ std::vector<std::uint8_t> backward_bytes(SqueezeExcite call, const char* name) {
 TEST_F(CudaSqueezeExcite, TheSameBitsAgain) {
   const Sizes all[] = {{1, 72, 9, 40, 41},  {3, 96, 8, 33, 31},   {9, 40, 6, 12, 12},
                        {5, 336, 100, 9, 9}, {2, 1000, 250, 7, 7}, {7, 8, 2, 90, 91},
-                       {150, 64, 16, 8, 8}, {5, 672, 28, 24, 24}, {2, 3, 2, 5, 7}};
+                       {150, 64, 16, 8, 8}, {5, 672, 28, 24, 24}, {2, 3, 2, 5, 7},
+                       {65, 480, 120, 7, 7}};
   for (const Sizes& sizes : all) {
     for (const Layout layout : {Layout::nchw, Layout::channels_last, Layout::sliced}) {
       const Types types{DType::f16, DType::f16};

@@ -1,5 +1,7 @@
 // Each kernel of Squeeze-and-Excitation on the GPU, with plans of every kind.
 
+#include <cmath>
+
 #include "cuda/squeeze_excite/cluster.cuh"
 #include "cuda/squeeze_excite/two_pass.cuh"
 #include "squeeze_excite_gpu.h"
@@ -116,6 +118,73 @@ TEST_F(CudaSqueezeExcite, ShortTwoPassPlanar) {
   }
 }
 
+constexpr Types kBatchedTypes[] = {{DType::f16, DType::f16},
+                                   {DType::f16, DType::f32},
+                                   {DType::bf16, DType::bf16},
+                                   {DType::bf16, DType::f32}};
+
+void expect_batched(Sizes sizes, Types types) {
+  SCOPED_TRACE(case_name(sizes, types, Layout::channels_last, Layout::channels_last));
+  SqueezeExcite call = make_squeeze_excite(sizes, types.data, types.weights, Layout::channels_last,
+                                           Layout::channels_last);
+  const ForwardReference expected = forward_reference(call);
+  expect_forward(call, expected, forced("batched"));
+  save(call, expected);
+  expect_backward(call, backward_reference(call), forced("batched"));
+}
+
+/// Rows of weights that start on boundaries of 16, 8, 4 and 2 bytes, one slice of the depth and
+/// several, with one that has nothing.
+TEST_F(CudaSqueezeExcite, ShortBatched) {
+  for (const Types types : kBatchedTypes) {
+    expect_batched({3, 40, 6, 5, 7}, types);
+    expect_batched({33, 72, 7, 1, 1}, types);
+    expect_batched({2, 264, 33, 3, 3}, types);
+    expect_batched({1, 8, 1, 9, 8}, types);
+  }
+  expect_batched({5, 648, 36, 2, 2}, {DType::f16, DType::f32});
+}
+
+/// More samples, channels and hidden units than a tile of either size; all numbers of slices.
+TEST_F(CudaSqueezeExcite, BatchedTiles) {
+  for (const Types types : kBatchedTypes) {
+    expect_batched({65, 1304, 130, 3, 3}, types);
+    expect_batched({129, 512, 48, 2, 2}, types);
+    expect_batched({300, 200, 301, 2, 2}, types);
+    expect_batched({3, 2048, 128, 7, 7}, types);
+    expect_batched({2, 2056, 5, 4, 3}, types);
+  }
+  expect_batched({513, 1000, 130, 2, 1}, {DType::f16, DType::f32});
+  expect_batched({513, 1000, 130, 2, 1}, {DType::bf16, DType::bf16});
+}
+
+TEST_F(CudaSqueezeExcite, BatchedInfinityAndNaN) {
+  for (const Types types : kBatchedTypes) {
+    for (const double bad : {HUGE_VAL, -HUGE_VAL, std::nan("")}) {
+      SCOPED_TRACE(bad);
+      SqueezeExcite call = make_squeeze_excite({5, 264, 20, 3, 3}, types.data, types.weights,
+                                               Layout::channels_last, Layout::channels_last);
+      call.activation = Activation::relu;  // keeps infinity
+      call.x.set(3000, bad);
+      call.w2.set(70, bad);
+      expect_forward(call, forward_reference(call), forced("batched"));
+    }
+  }
+}
+
+TEST_F(CudaSqueezeExcite, BatchedIsChosenForLargeProducts) {
+  SqueezeExcite call = make_squeeze_excite({64, 2048, 128, 7, 7}, DType::f16, DType::f32,
+                                           Layout::channels_last, Layout::channels_last);
+  OnGpu gpu(call, {});
+  EXPECT_TRUE(explain(on_gpu(), gpu.forward())[0].chosen);
+  EXPECT_TRUE(explain(on_gpu(), gpu.backward())[0].chosen);
+  SqueezeExcite small = make_squeeze_excite({64, 32, 8, 14, 14}, DType::f16, DType::f32,
+                                            Layout::channels_last, Layout::channels_last);
+  OnGpu small_gpu(small, {});
+  EXPECT_FALSE(explain(on_gpu(), small_gpu.forward())[0].chosen);
+  EXPECT_FALSE(explain(on_gpu(), small_gpu.backward())[0].chosen);
+}
+
 /// The general kernels alone, both ways.
 void expect_general(Sizes sizes, Types types, Layout layout, Layout other) {
   SCOPED_TRACE(case_name(sizes, types, layout, other));
@@ -167,7 +236,7 @@ TEST_F(CudaSqueezeExcite, ShortWithoutWhatMayBeAbsent) {
 TEST_F(CudaSqueezeExcite, ShortForwardAndBackwardByName) {
   for (const Layout layout : {Layout::nchw, Layout::channels_last}) {
     for (const Types types : kShortTypes) {
-      EXPECT_EQ(expect_case({3, 16, 4, 4, 6}, types, layout), all_names());
+      EXPECT_EQ(expect_case({3, 16, 4, 4, 6}, types, layout), all_names(types, layout));
     }
   }
 }
