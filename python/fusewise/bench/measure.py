@@ -34,11 +34,14 @@ def keep_memory() -> None:
 
 
 class GraphTimer:
-    """GPU time, from a CUDA graph of at least 20 calls, so that host launch time is not counted."""
+    """GPU time, from a CUDA graph of several calls, so that host launch time is not counted.
 
-    def __init__(self, call: Call, buffers: int):
+    20 calls or more, unless `calls` says otherwise: a long call needs no others to be timed well.
+    """
+
+    def __init__(self, call: Call, buffers: int, calls: int = _GRAPH_CALLS):
         self._call = call  # keeps the tensors alive: a graph only has their addresses
-        self._calls = buffers * -(-_GRAPH_CALLS // buffers)
+        self._calls = buffers * -(-calls // buffers)
         _warm_up(call, buffers)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         # Each output lives until its buffer's turn comes again. If it were freed at once, every
