@@ -147,15 +147,31 @@ def without_tf32():
     """For references: TF32 has no more digits than float16. By default cuDNN's convolutions use it
     for float32 data."""
     matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    kept = torch.get_float32_matmul_precision(), matmul.fp32_precision, convolution.fp32_precision
+    kept = matmul.fp32_precision, convolution.fp32_precision
+    older = _older_switch() if kept[0] == "tf32" else "highest"
     try:
-        # This function sets both of torch's switches, which must not contradict each other.
-        torch.set_float32_matmul_precision("highest")
-        convolution.fp32_precision = "ieee"
+        # The older switch also sets the newer one. They must not contradict each other.
+        if older != "highest":
+            torch.set_float32_matmul_precision("highest")
+        elif kept[0] == "tf32":
+            matmul.fp32_precision = "ieee"
+        if kept[1] == "tf32":
+            convolution.fp32_precision = "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(kept[0])
-        matmul.fp32_precision, convolution.fp32_precision = kept[1:]
+        if older != "highest":
+            torch.set_float32_matmul_precision(older)
+        elif kept[0] == "tf32":
+            matmul.fp32_precision = kept[0]
+        if kept[1] == "tf32":
+            convolution.fp32_precision = kept[1]
+
+
+def _older_switch() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # only the newer one was set
+        return "highest"
 
 
 @contextlib.contextmanager
