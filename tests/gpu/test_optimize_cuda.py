@@ -71,8 +71,11 @@ def assert_near(ours, theirs):
         torch.testing.assert_close(ours[name], theirs[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("amp", [torch.float16, False], ids=["float16", "float32"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize(
+    "training, amp",
+    [(True, torch.float16), (False, torch.float16), (True, False)],
+    ids=["training float16", "inference float16", "training float32"],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_swapped_models_compute_the_same(inject, name, training, amp):
     model, x = made(name, training)
@@ -224,16 +227,18 @@ def test_all_is_as_before(amp):
     """With real times: steps with dropout are captured, whose generator the graph knows."""
     model = shaken(Stem(nn.Dropout(0.5))).cuda().train()
     x = torch.randn(IMAGE, device="cuda")
-    model.fc.weight.grad = None
-    before, memory = everything(model), allocated()
-    new, report = fusewise.optimize(model, x, amp=amp)
-    assert everything(model) == before
-    assert "gpu" in report.rows[0].us
-    del new, report
-    assert allocated() <= memory + (64 << 20)  # workspaces of the libraries
+    before = everything(model)
+    memory = []
+    for _ in range(2):  # the first call leaves workspaces of the libraries
+        new, report = fusewise.optimize(model, x, amp=amp)
+        assert everything(model) == before
+        assert "gpu" in report.rows[0].us
+        del new, report
+        memory.append(allocated())
+    assert memory[1] <= memory[0]
 
 
-@pytest.mark.parametrize("older", ["highest", "high", "medium", ""])
+@pytest.mark.parametrize("older", ["high", ""])
 def test_the_switches_for_tf32_stay(run_python, older):
     """References are computed without it. In a process of its own: what was set once in torch's
     older way cannot be undone."""

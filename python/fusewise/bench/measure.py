@@ -1,6 +1,7 @@
 """Timers, and the loop that interleaves their samples."""
 
 import ctypes
+import functools
 import time
 from collections.abc import Callable
 
@@ -121,9 +122,15 @@ class Replay:
         self._graphs, self._results = graphs, results
 
 
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all: torch keeps a cuBLAS workspace for every stream that a GEMM has run on."""
+    return torch.cuda.Stream(device)
+
+
 def _warm_up(call: Call, buffers: int) -> None:
     """Warms up on a side stream, as graph capture requires."""
-    side = torch.cuda.Stream()
+    side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for i in range(3):
