@@ -18,7 +18,7 @@ from .setting import Setting
 # Whole models differ by less than their parts, which takes more samples to see.
 # On a GPU there are two clocks, and the first of them is steady.
 _SLOT_EFFORT = {"cpu": Effort(15, 0.15), "cuda": Effort(15, 0.08)}
-_MODEL_EFFORT = Effort(41, 4.0)
+_MODEL_EFFORT = {"cpu": Effort(41, 4.0), "cuda": Effort(41, 2.0)}
 _MOST_BUFFERS = 16
 _MOST_GRAPH_CALLS, _GRAPH_US = 20, 20e3  # a graph has so many calls, or takes so long
 _MOST_BYTES = 1 << 28
@@ -157,7 +157,8 @@ def sample_models(
     """Times of a step of each model. `captured`: some are CUDA graphs already, which cannot be
     captured again, so that only wall time compares them."""
     calls = {name: model_call(model, setting) for name, model in models.items()}
-    return sample(calls, 1, setting.device, replace(_MODEL_EFFORT, gpu=not captured))
+    effort = replace(_MODEL_EFFORT[setting.device], gpu=not captured)
+    return sample(calls, 1, setting.device, effort)
 
 
 def sample(calls: dict[str, Call], buffers: int, device: str, effort: Effort) -> dict[str, Times]:
