@@ -52,6 +52,7 @@ FUZZED = ("squeeze_excite", "linear_act", "mlp", "autoencoder", "batch_norm_act"
 FUZZ_CALLS = 150
 ZOO = "squeeze_excite"  # the family with a sweep over common models
 ZOO_MINUTES = 7  # its pieces; the rest of a part's time is for compiling and the report
+MODEL_MINUTES = 6  # for `optimize` on whole models, the last of which may take a minute longer
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,17 @@ def zoo_part() -> Part:
     )
 
 
+def optimize_part() -> Part:
+    """`fusewise.optimize` on whole models. Each report is kept; the next run goes on."""
+
+    def jobs(out: Path, arguments: str) -> list[Job]:
+        command = [sys.executable, "benchmarks/optimize_models.py", "--device=cuda"]
+        command += ["--minutes", MODEL_MINUTES, *arguments.split(), "--out", out / "bench"]
+        return [Job("bench", command, problem=incomplete)]
+
+    return Part("bench-optimize", jobs, lambda: bench_sources("optimize"), resumes=True, asked=True)
+
+
 def bench_sources(family: str) -> list[Path]:
     return of_family(family, files(*COMPILED, PACKAGE, "benchmarks"))
 
@@ -320,6 +332,7 @@ def all_parts() -> dict[str, Part]:
             lambda: [*operators("linet"), *files("benchmarks/linet_step.py")],
         ),
         zoo_part(),
+        optimize_part(),
     ]
     return {part.name: part for part in parts}
 

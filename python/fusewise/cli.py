@@ -142,6 +142,10 @@ def _parser() -> _Parser:
         "--compile", action="store_true", help="also measure torch.compile, with and without swaps"
     )
     optimize.add_argument(
+        "--graph", action="store_true",
+        help="also measure the result as CUDA graphs; GPU time alone decides on the swaps",
+    )  # fmt: skip
+    optimize.add_argument(
         "--min-gain", type=float, default=1.02, metavar="RATIO",
         help="how many times as fast an operator must be to be swapped in (default: 1.02)",
     )  # fmt: skip

@@ -140,6 +140,7 @@ def tree(tmp_path, monkeypatch):
         "python/fusewise/_lib/library.so",
         "benchmarks/cases/mlp.json",
         "benchmarks/cases/squeeze_excite_zoo.json",
+        "benchmarks/optimize_models.py",
         "tests/conftest.py",
         "tests/cpp/test_mlp.cpp",
         "tests/python/reference.py",
@@ -190,6 +191,11 @@ def tree(tmp_path, monkeypatch):
             "benchmarks/cases/squeeze_excite_zoo.json",
             {"bench-squeeze_excite-zoo"},
             {"bench-linear", "tests-squeeze_excite"},
+        ),
+        (
+            "benchmarks/optimize_models.py",
+            {"bench-optimize", "tests-rest"},
+            {"bench-linear", "tests-optimize"},
         ),
         ("tests/python/reference.py", {"tests-linear", "gpu-linear", "fuzz"}, {"bench-linear"}),
         ("tests/python/test_linear_act.py", {"tests-linear"}, {"gpu-linear", "tests-rest"}),
@@ -446,6 +452,19 @@ def test_the_sweep_over_models_stops_before_its_part_does():
     assert "bench squeeze_excite --zoo --minutes 7 --device cuda --out out/bench" in command
     assert 60 * gpu_parts.ZOO_MINUTES < gpu.SECONDS
     assert job.problem("rows\nINCOMPLETE: 3 cases are left; go on\n") and not job.problem("rows\n")
+
+
+def test_whole_models_stop_before_their_part_does():
+    part = gpu_parts.all_parts()["bench-optimize"]
+    assert part.resumes and part.asked
+    (job,) = part.jobs(ROOT / "out", "--no-compile")
+    command = " ".join(map(str, job.command[1:]))
+    begin = "benchmarks/optimize_models.py --device=cuda --minutes 6 --no-compile --out "
+    assert command == begin + str(ROOT / "out" / "bench")
+    program = (ROOT / "benchmarks" / "optimize_models.py").read_text()
+    (margin,) = re.findall(r"^MARGIN = (\d+)", program, re.MULTILINE)
+    assert 60 * gpu_parts.MODEL_MINUTES + int(margin) < gpu.SECONDS
+    assert job.problem("INCOMPLETE: 3 runs are left; call it again\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")

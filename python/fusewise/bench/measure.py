@@ -1,6 +1,7 @@
 """Timers, and the loop that interleaves their samples."""
 
 import ctypes
+import functools
 import time
 from collections.abc import Callable
 
@@ -34,11 +35,14 @@ def keep_memory() -> None:
 
 
 class GraphTimer:
-    """GPU time, from a CUDA graph of at least 20 calls, so that host launch time is not counted."""
+    """GPU time, from a CUDA graph of several calls, so that host launch time is not counted.
 
-    def __init__(self, call: Call, buffers: int):
+    20 calls or more, unless `calls` says otherwise: a long call needs no others to be timed well.
+    """
+
+    def __init__(self, call: Call, buffers: int, calls: int = _GRAPH_CALLS):
         self._call = call  # keeps the tensors alive: a graph only has their addresses
-        self._calls = buffers * -(-_GRAPH_CALLS // buffers)
+        self._calls = buffers * -(-calls // buffers)
         _warm_up(call, buffers)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         # Each output lives until its buffer's turn comes again. If it were freed at once, every
@@ -118,9 +122,15 @@ class Replay:
         self._graphs, self._results = graphs, results
 
 
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all: torch keeps a cuBLAS workspace for every stream that a GEMM has run on."""
+    return torch.cuda.Stream(device)
+
+
 def _warm_up(call: Call, buffers: int) -> None:
     """Warms up on a side stream, as graph capture requires."""
-    side = torch.cuda.Stream()
+    side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for i in range(3):

@@ -42,6 +42,8 @@ class Effort:
     budget: float
     wall: bool = True
     """Whether wall time is measured on a GPU too."""
+    gpu: bool = True
+    """Whether GPU time is measured, which needs a call that a CUDA graph can capture."""
 
 
 @dataclass(frozen=True)

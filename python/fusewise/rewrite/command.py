@@ -20,7 +20,11 @@ def run(chosen: argparse.Namespace, progress) -> Report:
         chosen.model, tuple(chosen.input or ()), device, chosen.train, chosen.channels_last
     )
     options = Options(
-        amp=chosen.amp, min_gain=chosen.min_gain, compile=chosen.compile, inplace=True
+        amp=chosen.amp,
+        min_gain=chosen.min_gain,
+        compile=chosen.compile,
+        graph=chosen.graph,
+        inplace=True,
     )
     try:
         _, report = optimize(model, inputs, options, progress)

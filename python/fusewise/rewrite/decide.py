@@ -165,6 +165,7 @@ class Work:
         right = self._left()
         times = self._measure(right, seen)
         chosen, comparisons = [], []
+        known: dict[tuple, Comparison] = {}  # whose intervals take a while to compute
         for candidate in right:
             row = self._rows[candidate.key]
             slots = [seen[slot.place] for slot in candidate.slots]
@@ -174,9 +175,9 @@ class Work:
             if failures := [each for each in taken if isinstance(each, str)]:
                 row.result, row.reason = UNSUPPORTED, failures[0]
                 continue
-            compared = Comparison(
-                [(slot.calls, *both) for slot, both in zip(slots, taken, strict=True)]
-            )
+            terms = [(slot.calls, *both) for slot, both in zip(slots, taken, strict=True)]
+            equal = tuple((slot.calls, slot.kind) for slot in slots)
+            compared = known.setdefault(equal, Comparison(terms))
             row.us = {clock: list(compared.us(clock)) for clock in compared.clocks}
             row.ratio = {clock: compared.ratio(clock).as_dict() for clock in compared.clocks}
             if compared.is_faster(self.deciding, self.options.min_gain):

@@ -8,6 +8,9 @@ from itertools import chain
 import torch
 from torch import nn
 
+from ..nn import BatchNormAct2d
+from ..nn._checks import full_name
+from ..nn._others import TIMMS_NORM
 from .candidate import Candidate, Refused, Skipped, Slot
 from .chains import chains
 from .registry import Choice, conversion
@@ -32,7 +35,7 @@ def find(
     visible = list(_visible(copy, model))
     found: dict[str, Candidate] = {}
     skipped: list[Skipped] = []
-    for pattern in (_conversions, _residual, _chains):
+    for pattern in (_conversions, _residual, _chains, _norms):
         for name, module in visible:
             for candidate in pattern(name, module, training):
                 if include is not None and candidate.name not in wanted:
@@ -45,7 +48,7 @@ def find(
                     candidate = _checked(candidate, copy, shared)
                 if isinstance(candidate, Candidate):
                     found[candidate.key] = candidate
-                else:
+                elif all(candidate.name != other.name for other in skipped):
                     skipped.append(candidate)
     order = {name: place for place, (name, _) in enumerate(visible)}
     return sorted(found.values(), key=lambda each: order[each.name]), skipped
@@ -71,6 +74,23 @@ def _residual(name: str, module: nn.Module, training: bool) -> Iterator[Candidat
 
 def _chains(name: str, module: nn.Module, _: bool) -> Iterator[Candidate | Skipped]:
     return chains(name, module)
+
+
+def _norms(name: str, module: nn.Module, _: bool) -> Iterator[Candidate]:
+    """Norms that no other pattern takes: in front of stochastic depth, in a downsampling path."""
+    plain = type(module) is nn.BatchNorm2d
+    if not plain and not (
+        full_name(type(module)) == TIMMS_NORM and type(module.act) is nn.Identity
+    ):
+        return
+
+    def make(root: nn.Module) -> tuple[nn.Module, nn.Module]:
+        theirs = root.get_submodule(name)
+        if plain:
+            return theirs, BatchNormAct2d.from_batch_norm(theirs, "identity")
+        return theirs, BatchNormAct2d.from_module(theirs)
+
+    yield Candidate(name, "BatchNorm", (Slot(name, make),))
 
 
 def _check_conversion(theirs: nn.Module, ours: nn.Module) -> None:

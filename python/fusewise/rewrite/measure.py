@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,11 @@ from ..bench.tasks import Effort
 from .setting import Setting
 
 # Whole models differ by less than their parts, which takes more samples to see.
-_SLOT_EFFORT, _MODEL_EFFORT = Effort(15, 0.15), Effort(41, 4.0)
+# On a GPU there are two clocks, and the first of them is steady.
+_SLOT_EFFORT = {"cpu": Effort(15, 0.15), "cuda": Effort(15, 0.08)}
+_MODEL_EFFORT = {"cpu": Effort(41, 4.0), "cuda": Effort(41, 2.0)}
 _MOST_BUFFERS = 16
+_MOST_GRAPH_CALLS, _GRAPH_US = 20, 20e3  # a graph has so many calls, or takes so long
 _MOST_BYTES = 1 << 28
 
 GPU, WALL = "gpu", "wall"
@@ -40,6 +44,7 @@ class Comparison:
 
     terms: list[tuple[int, Times, Times]] = field(default_factory=list)
     """For each shape: the number of calls, and the times of one call before and after."""
+    _ratios: dict[str, Ratio] = field(default_factory=dict, compare=False)
 
     @property
     def clocks(self) -> list[str]:
@@ -49,9 +54,11 @@ class Comparison:
 
     def ratio(self, clock: str) -> Ratio:
         """Above 1, the fused modules are faster."""
-        return ratio_of_sums(
-            [(count, old.samples[clock], new.samples[clock]) for count, old, new in self.terms]
-        )
+        if clock not in self._ratios:
+            self._ratios[clock] = ratio_of_sums(
+                [(count, old.samples[clock], new.samples[clock]) for count, old, new in self.terms]
+            )
+        return self._ratios[clock]
 
     def us(self, clock: str) -> tuple[float, float]:
         """All calls together, before and after."""
@@ -60,7 +67,7 @@ class Comparison:
 
     def is_faster(self, clocks: tuple[str, ...], least: float = 1.0) -> bool:
         """By the first clock; by the others it must not be slower."""
-        known = [clock for clock in clocks if clock in self.clocks]
+        known = [clock for clock in clocks if clock in self.clocks] or self.clocks
         first, *others = (self.ratio(clock) for clock in known)
         gains = first.verdict == "faster" and first.value >= least
         return gains and all(ratio.verdict != "slower" for ratio in others)
@@ -87,7 +94,7 @@ def sample_slot(
         for name, module in (("before", before), ("after", after))
     }
     with setting.off().autocast():  # once; around each call it would count in both times
-        found = sample(calls, len(rotating), setting.device, _SLOT_EFFORT)
+        found = sample(calls, len(rotating), setting.device, _SLOT_EFFORT[setting.device])
     return found["before"], found["after"]
 
 
@@ -144,14 +151,19 @@ def model_call(model: nn.Module, setting: Setting) -> Call:
     return step
 
 
-def sample_models(models: dict[str, nn.Module], setting: Setting) -> dict[str, Times]:
-    """Times of a step of each model."""
+def sample_models(
+    models: dict[str, nn.Module], setting: Setting, captured: bool = False
+) -> dict[str, Times]:
+    """Times of a step of each model. `captured`: some are CUDA graphs already, which cannot be
+    captured again, so that only wall time compares them."""
     calls = {name: model_call(model, setting) for name, model in models.items()}
-    return sample(calls, 1, setting.device, _MODEL_EFFORT)
+    effort = replace(_MODEL_EFFORT[setting.device], gpu=not captured)
+    return sample(calls, 1, setting.device, effort)
 
 
 def sample(calls: dict[str, Call], buffers: int, device: str, effort: Effort) -> dict[str, Times]:
-    """Interleaved samples of all calls: wall time and, on a GPU, GPU time and peak memory."""
+    """Interleaved samples of all calls: wall time and, on a GPU, peak memory and, if all of them
+    can be captured, GPU time."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in calls}
     peaks: dict[str, int | None] = dict.fromkeys(calls)
 
@@ -164,11 +176,30 @@ def sample(calls: dict[str, Call], buffers: int, device: str, effort: Effort) ->
         for name, call in calls.items():
             peaks[name] = peak_bytes(call)
         torch.cuda.empty_cache()
-        try:
-            graphs = {name: GraphTimer(call, buffers) for name, call in calls.items()}
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # not every model can be captured; wall time then decides alone
-            graphs = {}
-        take(GPU, graphs)
+        if effort.gpu and not any(map(_waits_for_the_gpu, calls.values())):
+            shortest = min(median(times[WALL]) for times in found.values())
+            count = min(_MOST_GRAPH_CALLS, ceil(_GRAPH_US / shortest))
+            try:
+                graphs = {name: GraphTimer(call, buffers, count) for name, call in calls.items()}
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # it cannot be captured; wall time then decides alone
+                graphs = {}
+            take(GPU, graphs)
     return {name: Times(samples, peaks[name]) for name, samples in found.items()}
+
+
+def _waits_for_the_gpu(call: Call) -> bool:
+    """Whether a call makes the host wait, which a graph cannot capture. A capture that fails may
+    leave torch's allocator in a bad state."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(0)
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False

@@ -22,7 +22,12 @@ def run(model: nn.Module, example_inputs, options: Options, progress=None):
     if isinstance(model, nn.parallel.DistributedDataParallel) and options.inplace:
         model = model.module
     # What is made under inference_mode could not be trained afterwards.
-    with _current(model), same_random_numbers_afterwards(), torch.inference_mode(False):
+    with (
+        _memory_given_back(),
+        _current(model),
+        same_random_numbers_afterwards(),
+        torch.inference_mode(False),
+    ):
         work = all_succeed(
             lambda: Work(model, example_inputs, options, progress),
             lambda work: [candidate.key for candidate in work.found],
@@ -38,6 +43,16 @@ def run(model: nn.Module, example_inputs, options: Options, progress=None):
             raise
     report._restore = _restoring(model, root, edits if options.inplace else None)
     return (given if result is model else result), report
+
+
+@contextlib.contextmanager
+def _memory_given_back():
+    """The allocator would keep the GPU memory of references and graphs."""
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 def _current(model: nn.Module):

@@ -48,20 +48,26 @@ class Setting:
         """The same without autocast, for references."""
         return replace(self, dtype=None)
 
-    def in_double(self) -> "Setting":
-        args, kwargs = tree_map(_double, (self.args, self.kwargs))
-        return replace(self, args=args, kwargs=kwargs, dtype=None, computed_in=torch.float64)
+    def in_precision(self, dtype: torch.dtype) -> "Setting":
+        """With floating inputs of this dtype, without autocast, for a reference."""
+
+        def convert(value):
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(dtype) if floating else value
+
+        args, kwargs = tree_map(convert, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs, dtype=None, computed_in=dtype)
 
     def rounded_inputs(self) -> "Setting":
         """Each floating input value is changed by one rounding error of the computation."""
         eps = torch.finfo(self.computed_in).eps
-        generator = torch.Generator().manual_seed(1)
 
         def round_again(value):
             if not (isinstance(value, Tensor) and value.is_floating_point()):
                 return value
-            signs = torch.randint(0, 2, value.shape, generator=generator) * 2.0 - 1
-            return value * (1 + eps * signs.to(value))
+            generator = torch.Generator(value.device).manual_seed(1)
+            signs = torch.empty_like(value).bernoulli_(0.5, generator=generator) * 2 - 1
+            return value * (1 + eps * signs)
 
         args, kwargs = tree_map(round_again, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
@@ -118,11 +124,6 @@ def _ordinary(value):
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _double(value):
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.double() if floating else value
-
-
 def _autocast_dtype(amp, device: str) -> torch.dtype | None:
     if amp is None:
         amp = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
@@ -139,6 +140,38 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
+
+
+@contextlib.contextmanager
+def without_tf32():
+    """For references: TF32 has no more digits than float16. By default cuDNN's convolutions use it
+    for float32 data."""
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    kept = matmul.fp32_precision, convolution.fp32_precision
+    older = _older_switch() if kept[0] == "tf32" else "highest"
+    try:
+        # The older switch also sets the newer one. They must not contradict each other.
+        if older != "highest":
+            torch.set_float32_matmul_precision("highest")
+        elif kept[0] == "tf32":
+            matmul.fp32_precision = "ieee"
+        if kept[1] == "tf32":
+            convolution.fp32_precision = "ieee"
+        yield
+    finally:
+        if older != "highest":
+            torch.set_float32_matmul_precision(older)
+        elif kept[0] == "tf32":
+            matmul.fp32_precision = kept[0]
+        if kept[1] == "tf32":
+            convolution.fp32_precision = kept[1]
+
+
+def _older_switch() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # only the newer one was set
+        return "highest"
 
 
 @contextlib.contextmanager

@@ -16,13 +16,13 @@ from ..bench import accuracy
 from ..bench.accuracy import Check, Expected, Results
 from .candidate import Refused
 from .kinks import Kinks
-from .setting import Setting
+from .setting import Setting, without_tf32
 from .trees import doubled
 
 SEED = 20260
 _SHIFT = 2.0**-23
 _LARGE = 1 << 24  # elements of a half-precision tensor whose reference is in float32
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def check_slot(
@@ -37,25 +37,29 @@ def check_slot(
     precision = _reference_dtype(inputs)
     exact = tuple(_to(value, precision) for value in inputs)
     reference = doubled(before, precision)
-    with Kinks(setting.dtype or _dtype_of(inputs)) as kinks:
-        right = _Run(reference, exact, setting.off(), gradients)
-    shifted = _Run(reference, tuple(map(_shifted, exact)), setting.off(), gradients)
+    with without_tf32():
+        with Kinks(setting.dtype or _dtype_of(inputs)) as kinks:
+            right = _Run(reference, exact, setting.off(), gradients)
+        shifted = _Run(reference, tuple(map(_shifted, exact)), setting.off(), gradients)
     runs = ours, theirs, right, shifted
     if said := _differently_shaped(ours.outputs, theirs.outputs):
         return Check("y", float("nan"), float("nan"), said)
     if gradients:
-        generator = torch.Generator().manual_seed(SEED)
         for name, output in right.outputs.items():
+            generator = torch.Generator(output.device).manual_seed(SEED)
             settled = ~kinks.at(output)
             for run in (theirs, ours):
                 settled &= (run.outputs[name] > 0) == (output > 0)
-            drawn = torch.randn(output.shape, generator=generator).to(output.device)
+            drawn = torch.randn(output.shape, generator=generator, device=output.device)
             cotangent = (drawn * settled).to(theirs.outputs[name].dtype)
             for run in runs:
                 run.cotangents[name] = cotangent.to(run.outputs[name].dtype)
             shifted.cotangents[name] = _shifted(right.cotangents[name])
-        for run in runs:
+        for run in (ours, theirs):
             run.backward()
+        with without_tf32():
+            right.backward()
+            shifted.backward()
     return _compared(*(run.results() for run in runs), setting)
 
 
@@ -197,6 +201,6 @@ def _dtype_of(inputs: tuple) -> torch.dtype:
 
 def _reference_dtype(inputs: tuple) -> torch.dtype:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    halves = all(value.dtype in _HALVES for value in tensors)
+    halves = all(value.dtype in HALVES for value in tensors)
     large = any(value.numel() > _LARGE for value in tensors)
     return torch.float32 if tensors and halves and large else torch.float64

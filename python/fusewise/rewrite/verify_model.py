@@ -7,12 +7,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from .._torch_private import tree_leaves
 from ..bench import accuracy
 from ..bench.accuracy import Check
-from .setting import Setting, seed_all
+from .setting import Setting, seed_all, without_tf32
 from .trees import doubled
-from .verify import SEED, nearness
+from .verify import HALVES, SEED, nearness
 
+_LARGE_INPUTS, _LARGE_MODEL = 1 << 20, 1 << 26  # elements
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _DROPS = ("StochasticDepth", "DropPath", "DropBlock2d")  # torchvision's and timm's
 
@@ -29,8 +31,11 @@ def check_model(theirs: nn.Module, ours: nn.Module, setting: Setting, gradients:
         _run_model(theirs, setting.rounded_inputs(), gradients),
         _run_model(ours, setting, gradients),
     ]
+    precision = _reference_dtype(theirs, setting)
     try:
-        right = _run_model(doubled(theirs), setting.in_double(), gradients)
+        with without_tf32():
+            reference = setting.in_precision(precision)
+            right = _run_model(doubled(theirs, precision), reference, gradients)
     except Exception:  # a model may insist on its dtypes, or be too large in this one
         right = found[0]
     checks = [
@@ -38,6 +43,22 @@ def check_model(theirs: nn.Module, ours: nn.Module, setting: Setting, gradients:
         for group in right
     ]
     return next((check for check in checks if not check.passed), max(checks, key=nearness))
+
+
+def _reference_dtype(model: nn.Module, setting: Setting) -> torch.dtype:
+    """float64; for large models in half precision, float32."""
+    inputs = [t for t in tree_leaves((setting.args, setting.kwargs)) if isinstance(t, Tensor)]
+    large = (
+        sum(t.numel() for t in inputs) > _LARGE_INPUTS
+        or sum(t.numel() for t in model.parameters()) > _LARGE_MODEL
+    )
+    return torch.float32 if setting.computed_in in HALVES and large else torch.float64
+
+
+def _drawn(output: Tensor) -> Tensor:
+    """A random gradient for an output. Drawn in float32, so that it is the same in every dtype."""
+    generator = torch.Generator(output.device).manual_seed(SEED)
+    return torch.randn(output.shape, generator=generator, device=output.device).to(output)
 
 
 def _together(
@@ -78,8 +99,7 @@ def _run_model(model: nn.Module, setting: Setting, gradients: bool) -> dict[str,
         }
         if not gradients:
             return found
-        generator = torch.Generator().manual_seed(SEED)
-        drawn = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+        drawn = [_drawn(output) for output in outputs]
         gradients = torch.autograd.grad(outputs, learned, drawn, allow_unused=True)
     found["gradients"] = [
         torch.zeros_like(parameter) if gradient is None else gradient
