@@ -74,7 +74,7 @@ def li_conv(
         return _with_torch(images, weights, mix, previous, options, forced)
     count = len(weights)
     tensors = _cast(images, [*weights, *mix, previous])
-    math = product_math(tensors[0])
+    math = product_math(tensors[0], "conv")  # the integration is of 1x1 convolutions
     wants_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors
     )
