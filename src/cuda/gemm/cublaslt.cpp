@@ -117,6 +117,9 @@ std::int64_t step_of(const cublasLtMatmulAlgo_t& algorithm) {
   }
 }
 
+/// What is added; d where nothing is, as cuBLASLt wants some address.
+const void* c_of(const Product& p) { return p.c != nullptr ? p.c : p.d.data; }
+
 /// Whether cuBLASLt accepts the algorithm. Sets its workspace.
 bool fits(const Context& context, Description& description, Algorithm& algorithm) {
   cublasLtMatmulHeuristicResult_t result{};
@@ -182,7 +185,7 @@ std::vector<Algorithm> suggested(const Context& context, const Product& p) {
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMostWorkspace);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a.data));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.d.data));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(c_of(p)));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d.data));
   if (!p.math.reduced_sums) {
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
@@ -214,12 +217,11 @@ void run_algorithm(const Context& context, const Product& p, Description& descri
   const bool f64 = p.dtype == DType::f64;
   const void* alpha = f64 ? static_cast<const void*>(&factor) : &factor32;
   const void* beta = f64 ? static_cast<const void*>(&kept) : &kept32;
-  check_blas(
-      cublasLtMatmul(handle_of(context.device), &description.operation, alpha, p.b.data,
-                     &description.a, p.a.data, &description.b, beta, p.d.data, &description.d,
-                     p.d.data, &description.d, &algorithm.algorithm, workspace, algorithm.workspace,
-                     static_cast<cudaStream_t>(context.stream)),
-      "a GEMM");
+  check_blas(cublasLtMatmul(handle_of(context.device), &description.operation, alpha, p.b.data,
+                            &description.a, p.a.data, &description.b, beta, c_of(p), &description.d,
+                            p.d.data, &description.d, &algorithm.algorithm, workspace,
+                            algorithm.workspace, static_cast<cudaStream_t>(context.stream)),
+             "a GEMM");
 }
 
 }  // namespace fusewise::cuda

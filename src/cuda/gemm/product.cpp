@@ -106,8 +106,9 @@ struct PreparedProduct::State {
   std::optional<Way> way;
 
   State(const Context& context, Product p) {
-    check(!p.add || (p.bias == nullptr && p.epilogue == Epilogue::none && !p.math.tune),
-          "a GEMM that adds to its output has no bias, no epilogue and no tuning");
+    check(p.add || p.c == nullptr, "a GEMM with c adds it");
+    check(!p.add || (p.bias == nullptr && p.epilogue == Epilogue::none),
+          "a GEMM that adds has no bias and no epilogue");
     check(!p.wide_result || (p.epilogue == Epilogue::none && !p.math.tune),
           "a GEMM with a wide result has no epilogue and no tuning");
     const auto stream = static_cast<cudaStream_t>(context.stream);

@@ -28,7 +28,8 @@ struct Product {
   Epilogue epilogue = Epilogue::none;
   ProductMath math{};
   BatchSize batch = BatchSize::rows;
-  bool add = false;          ///< adds to d; not with bias, epilogue or tuning (which overwrites d)
+  bool add = false;          ///< d = a b + c; not with bias or epilogue
+  const void* c = nullptr;   ///< with `add`: laid out like d; null: d itself
   bool wide_result = false;  ///< d and bias are float32 for half-precision factors; no tuning
 };
 

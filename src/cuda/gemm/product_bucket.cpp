@@ -28,8 +28,9 @@ std::int64_t alignments_of(const Product& p) {
     return std::min(std::countr_zero(static_cast<std::uint64_t>(bytes)), 4);
   };
   std::int64_t all = 0;
-  for (const int each : {address(p.a.data), address(p.b.data), address(p.d.data), address(p.bias),
-                         stride(p.a), stride(p.b), stride(p.d)}) {
+  for (const int each :
+       {p.c == nullptr ? 0 : address(p.c), address(p.a.data), address(p.b.data), address(p.d.data),
+        address(p.bias), stride(p.a), stride(p.b), stride(p.d)}) {
     all = all << 4 | each;
   }
   return all;

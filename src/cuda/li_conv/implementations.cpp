@@ -1,6 +1,6 @@
 // LINet's convolution on CUDA. The context computes the convolutions; cuBLASLt adds the GEMMs of
-// the integration into y, and in backward into copies of the streams' gradients. u and dy are read
-// once for each GEMM. Bound by the convolutions.
+// the integration into y, and in backward adds the streams' gradients to GEMMs with dy. u and dy
+// are read once for each GEMM. Bound by the convolutions.
 
 #include <cuda_runtime_api.h>
 
@@ -40,9 +40,15 @@ bool is_matrix_of_pixels(const TensorView& m, Index stride) {
   return stride == 1 && is_channels_last(m);
 }
 
-/// d = a b. With `add`: d += a b; tuning is off then, because it overwrites d.
+/// What a GEMM adds: nothing, its output, or another matrix.
+struct Addend {
+  bool add = false;
+  const void* c = nullptr;
+};
+
+/// d = a b + addend.
 void multiply(const Context& context, ProductMath math, const TensorView& a, const TensorView& b,
-              const TensorView& d, bool add, BatchSize batch = BatchSize::rows) {
+              const TensorView& d, Addend addend = {}, BatchSize batch = BatchSize::rows) {
   Product p{};
   p.rows = d.sizes[0];
   p.columns = d.sizes[1];
@@ -52,16 +58,10 @@ void multiply(const Context& context, ProductMath math, const TensorView& a, con
   p.d = matrix_of(d);
   p.dtype = d.dtype;
   p.math = with_environment(math);
-  if (add) p.math.tune = false;
   p.batch = batch;
-  p.add = add;
+  p.add = addend.add;
+  p.c = addend.c;
   multiply(context, p);
-}
-
-void copy(const Context& context, const TensorView& from, const TensorView& to) {
-  check_cuda(cudaMemcpyAsync(to.data, from.data, from.numel() * size_of(from.dtype),
-                             cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(context.stream)),
-             "copying a gradient");
 }
 
 std::string needs_convolution(const Context& context) {
@@ -81,7 +81,7 @@ void forward_run(const Context& context, const LiConvForward& call) {
   bool add = false;
   if (call.m.defined()) {
     if (is_matrix_of_pixels(call.m, call.stride)) {
-      multiply(context, call.math, as_matrix(call.m), transposed(call.previous), y, false);
+      multiply(context, call.math, as_matrix(call.m), transposed(call.previous), y);
     } else {
       context.convolution->forward(call.m, as_kernel(call.previous), call.stride, 0, call.y);
     }
@@ -91,7 +91,7 @@ void forward_run(const Context& context, const LiConvForward& call) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
     context.convolution->forward(stream.x, stream.w, call.stride, call.padding, u);
-    multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, add);
+    multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, {add});
     add = true;
   }
 }
@@ -136,11 +136,11 @@ void integrated_gradients(const Context& context, const LiConvBackward& call) {
   }
   const TensorView dy = as_matrix(call.dy);
   if (call.dprevious.defined()) {
-    multiply(context, call.math, transposed(dy), as_matrix(call.m), call.dprevious, false,
+    multiply(context, call.math, transposed(dy), as_matrix(call.m), call.dprevious, {},
              BatchSize::inner);
   }
   if (call.dm.defined()) {
-    multiply(context, call.math, dy, call.previous, as_matrix(call.dm), false);
+    multiply(context, call.math, dy, call.previous, as_matrix(call.dm));
   }
 }
 
@@ -152,15 +152,15 @@ void backward_run(const Context& context, const LiConvBackward& call) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
     if (stream.dmix.defined()) {
-      multiply(context, call.math, transposed(dy), as_matrix(u), stream.dmix, false,
-               BatchSize::inner);
+      multiply(context, call.math, transposed(dy), as_matrix(u), stream.dmix, {}, BatchSize::inner);
     }
     if (!stream.dx.defined() && !stream.dw.defined()) continue;
     const Scratch<char> memory(context, u.numel() * size_of(u.dtype));
     TensorView g = u;
     g.data = memory.data();
-    if (call.du.defined()) copy(context, stream_of(call.du, i), g);
-    multiply(context, call.math, dy, stream.mix, as_matrix(g), call.du.defined());
+    Addend du;
+    if (call.du.defined()) du = {true, stream_of(call.du, i).data};
+    multiply(context, call.math, dy, stream.mix, as_matrix(g), du);
     context.convolution->backward(g, stream.x, stream.w, call.stride, call.padding, stream.dx,
                                   stream.dw);
   }
