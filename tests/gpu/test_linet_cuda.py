@@ -1,12 +1,17 @@
 """LINet where only a GPU can show it. Numbers and dtypes are in tests/python, for the GPU too."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fusewise
+from fusewise._ops import build_info
+from fusewise.bench.accuracy import compare, largest, scale
 from fusewise.functional import li_conv
 from gpu_helpers import (
     check_graph,
@@ -80,6 +85,87 @@ def test_graphed():
                 assert same_bits(found, right)
     for name, t in model.state_dict().items():
         assert same_bits(again.state_dict()[name], t), name
+
+
+def convolution_in_float64(tensors, stride):
+    """A convolution, and its gradients for dy."""
+    x, weight, dy = (t.detach().requires_grad_() for t in tensors)
+    y = F.conv2d(x, weight, None, stride, weight.shape[-1] // 2)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), dy)]
+
+
+def has_cudnn():
+    return build_info().get("convolutions") == "cuDNN"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "kernel", "stride"),
+    [
+        ((4, 64, 26, 34, 64), 3, 1),
+        ((4, 64, 27, 33, 128), 3, 2),
+        ((4, 64, 27, 33, 128), 1, 2),
+        ((2, 3, 57, 61, 64), 7, 2),
+        ((2, 1, 57, 61, 64), 7, 2),
+        ((3, 5, 9, 7, 11), 3, 2),
+        ((16, 512, 13, 17, 512), 3, 1),
+    ],
+    ids=str,
+)
+def test_convolutions(sizes, kernel, stride, dtype):
+    """By cuDNN, where the build has it: as near to float64 as torch's, the same bits every time,
+    and torch is not called."""
+    n, c, h, w, k = sizes
+    torch.manual_seed(0)
+    shapes = (n, c, h, w), (k, c, kernel, kernel)
+    x, weight = (
+        torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+        for shape in shapes
+    )
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    mix = torch.zeros(k, k, device="cuda", dtype=dtype)  # no integration
+    backends = torch.backends.cudnn
+    before = backends.conv.fp32_precision
+    backends.conv.fp32_precision = "ieee"
+
+    def ours():
+        y = li_conv([x], [weight], [mix], stride=stride, padding=kernel // 2)[0]
+        dy = torch.randn(y.shape, generator=torch.manual_seed(1)).to(y)
+        return [y.detach(), *torch.autograd.grad(y, (x, weight), dy)], dy
+
+    try:
+        found, dy = ours()
+        again, _ = ours()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            ours()
+        eager = F.conv2d(x, weight, None, stride, kernel // 2)
+        eager = [eager.detach(), *torch.autograd.grad(eager, (x, weight), dy)]
+    finally:
+        backends.conv.fp32_precision = before
+    right, terms = (
+        convolution_in_float64([change(t) for t in (x, weight, dy)], stride)
+        for change in (torch.Tensor.double, lambda t: t.double().abs())
+    )
+    for name, *three, sums in zip(("y", "dx", "dw"), found, eager, right, terms, strict=True):
+        allowed = scale(largest(three[-1]), largest(sums), 0, dtype)
+        report = compare(name, *three, allowed, computed_in=dtype)
+        assert report.passed, str(report)
+    assert all(same_bits(one, other) for one, other in zip(found, again, strict=True))
+    if has_cudnn():
+        names = {event.key for event in profile.key_averages()}
+        assert not any("aten::convolution" in n or "aten::_convolution" in n for n in names), names
+
+
+def test_cudnn_can_be_switched_off():
+    code = (
+        "import fusewise, torch; from fusewise._ops import build_info; "
+        "assert build_info()['convolutions'] == 'torch'; "
+        "model = fusewise.models.li_resnet18((3, 1), 7, width=0.25, device='cuda'); "
+        "x = [torch.randn(2, c, 64, 64, device='cuda') for c in (3, 1)]; "
+        "model(*x).sum().backward()"
+    )
+    environment = os.environ | {"FUSEWISE_CUDNN": "0"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_side_stream():

@@ -38,7 +38,8 @@ def li_conv(
         u_s = conv(x_s, weights[s])
         y   = conv1x1(m, previous, stride) + sum over s of conv1x1(u_s, mix[s])
 
-    One operator forward and one backward. The convolutions are torch's.
+    One operator forward and one backward. The convolutions are cuDNN's on CUDA and torch's on the
+    CPU.
 
     Args:
         x: `[S + 1, N, C, H, W]`: the streams, and behind them the integrated stream m. In the first

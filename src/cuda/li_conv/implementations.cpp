@@ -1,4 +1,5 @@
-// LINet's convolution on CUDA. The context computes the convolutions; cuBLASLt adds the GEMMs of
+// LINet's convolution on CUDA. cuDNN computes the convolutions, or the context where there is no
+// cuDNN or it has no suitable algorithm; cuBLASLt adds the GEMMs of
 // the integration into y, and in backward adds the streams' gradients to GEMMs with dy. u and dy
 // are read once for each GEMM. Bound by the convolutions.
 
@@ -11,6 +12,7 @@
 #include "common/li_conv.h"
 #include "common/matrix.h"
 #include "common/scratch.h"
+#include "cuda/conv/convolution.h"
 #include "cuda/cuda_error.h"
 #include "cuda/gemm/product.h"
 #include "cuda/gemm/tuning.h"
@@ -65,9 +67,45 @@ void multiply(const Context& context, ProductMath math, const TensorView& a, con
 }
 
 std::string needs_convolution(const Context& context) {
-  return context.convolution != nullptr
+  return context.convolution != nullptr || has_cudnn()
              ? ""
-             : "the context has no convolution; pass one as Context::convolution";
+             : "there is no cuDNN, and the context has no convolution; pass one as "
+               "Context::convolution";
+}
+
+Convolution& convolution_of(const Context& context) {
+  check(context.convolution != nullptr,
+        "cuDNN has no algorithm for these tensors, and the context has no convolution; pass one as "
+        "Context::convolution");
+  return *context.convolution;
+}
+
+struct Geometry {
+  std::int64_t stride, padding;
+  ProductMath math;
+};
+
+void convolve(const Context& context, const TensorView& x, const TensorView& w, const Geometry& g,
+              const TensorView& y) {
+  if (cuda::convolve(context, {ConvolutionKind::forward, x, w, y, g.stride, g.padding, g.math}))
+    return;
+  convolution_of(context).forward(x, w, g.stride, g.padding, y);
+}
+
+/// The gradients of x and w, each unless it is absent.
+void convolve_back(const Context& context, const TensorView& dy, const TensorView& x,
+                   const TensorView& w, const Geometry& g, TensorView dx, TensorView dw) {
+  using enum ConvolutionKind;
+  if (dx.defined() &&
+      cuda::convolve(context, {data_gradient, dx, w, dy, g.stride, g.padding, g.math})) {
+    dx = {};
+  }
+  if (dw.defined() &&
+      cuda::convolve(context, {weight_gradient, x, dw, dy, g.stride, g.padding, g.math})) {
+    dw = {};
+  }
+  if (!dx.defined() && !dw.defined()) return;
+  convolution_of(context).backward(dy, x, w, g.stride, g.padding, dx, dw);
 }
 
 std::string forward_declines(const Context& context, const LiConvForward&) {
@@ -77,20 +115,21 @@ std::string forward_declines(const Context& context, const LiConvForward&) {
 void forward_run(const Context& context, const LiConvForward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return;
+  const ProductMath math = with_environment(call.math);
   const TensorView y = as_matrix(call.y);
   bool add = false;
   if (call.m.defined()) {
     if (is_matrix_of_pixels(call.m, call.stride)) {
       multiply(context, call.math, as_matrix(call.m), transposed(call.previous), y);
     } else {
-      context.convolution->forward(call.m, as_kernel(call.previous), call.stride, 0, call.y);
+      convolve(context, call.m, as_kernel(call.previous), {call.stride, 0, math}, call.y);
     }
     add = true;
   }
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    context.convolution->forward(stream.x, stream.w, call.stride, call.padding, u);
+    convolve(context, stream.x, stream.w, {call.stride, call.padding, math}, u);
     multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, {add});
     add = true;
   }
@@ -130,8 +169,9 @@ void integrated_gradients(const Context& context, const LiConvBackward& call) {
   const bool pixels =
       is_matrix_of_pixels(call.m, call.stride) && (!call.dm.defined() || is_channels_last(call.dm));
   if (!pixels) {
-    context.convolution->backward(call.dy, call.m, as_kernel(call.previous), call.stride, 0,
-                                  call.dm, as_kernel(call.dprevious));
+    convolve_back(context, call.dy, call.m, as_kernel(call.previous),
+                  {call.stride, 0, with_environment(call.math)}, call.dm,
+                  as_kernel(call.dprevious));
     return;
   }
   const TensorView dy = as_matrix(call.dy);
@@ -147,6 +187,7 @@ void integrated_gradients(const Context& context, const LiConvBackward& call) {
 void backward_run(const Context& context, const LiConvBackward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return clear(context, call);
+  const ProductMath math = with_environment(call.math);
   const TensorView dy = as_matrix(call.dy);
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
@@ -161,8 +202,8 @@ void backward_run(const Context& context, const LiConvBackward& call) {
     Addend du;
     if (call.du.defined()) du = {true, stream_of(call.du, i).data};
     multiply(context, call.math, dy, stream.mix, as_matrix(g), du);
-    context.convolution->backward(g, stream.x, stream.w, call.stride, call.padding, stream.dx,
-                                  stream.dw);
+    convolve_back(context, g, stream.x, stream.w, {call.stride, call.padding, math}, stream.dx,
+                  stream.dw);
   }
   integrated_gradients(context, call);
 }
