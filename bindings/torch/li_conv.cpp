@@ -68,11 +68,9 @@ class Inputs {
       // The core's checks name a weight on another device.
       if (weight.device == context.device && weight.numel() > 0) found.push_back(&weight);
     };
-    for (LiConvStream& stream : streams_) {
-      look_at(stream.w);
-      look_at(stream.mix);
-    }
+    for (LiConvStream& stream : streams_) look_at(stream.mix);  // evenly spaced: see the core
     look_at(previous_);
+    for (LiConvStream& stream : streams_) look_at(stream.w);
     constexpr std::int64_t kAlignment = 128;  // elements, 256 bytes
     std::int64_t total = 0;
     for (const TensorView* weight : found) {

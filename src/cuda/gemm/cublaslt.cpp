@@ -78,9 +78,16 @@ void set(cublasLtMatmulDescOpaque_t& operation, cublasLtMatmulDescAttributes_t a
 }
 
 void describe(cublasLtMatrixLayoutOpaque_t* layout, cudaDataType_t type, std::int64_t rows,
-              std::int64_t columns, const Matrix& matrix) {
+              std::int64_t columns, const Matrix& matrix, std::int32_t count, std::int64_t step) {
   if (matrix.transposed) std::swap(rows, columns);
   check_blas(cublasLtMatrixLayoutInit(layout, type, rows, columns, matrix.stride),
+             "describing a matrix");
+  if (count == 1) return;
+  check_blas(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count,
+                                              sizeof(count)),
+             "describing a matrix");
+  check_blas(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                              &step, sizeof(step)),
              "describing a matrix");
 }
 
@@ -169,9 +176,9 @@ Description::Description(const Product& p) : inner(p.inner) {
   set(operation, CUBLASLT_MATMUL_DESC_TRANSB, p.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(p));
   if (p.bias != nullptr) set(operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-  describe(&a, type, p.columns, p.inner, p.b);
-  describe(&b, type, p.inner, p.rows, p.a);
-  describe(&d, p.wide_result ? scale : type, p.columns, p.rows, p.d);
+  describe(&a, type, p.columns, p.inner, p.b, p.count, p.b_step);
+  describe(&b, type, p.inner, p.rows, p.a, p.count, p.a_step);
+  describe(&d, p.wide_result ? scale : type, p.columns, p.rows, p.d, p.count, p.d_step);
 }
 
 std::vector<Algorithm> suggested(const Context& context, const Product& p) {

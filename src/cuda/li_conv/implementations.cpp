@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "common/scratch.h"
 #include "cuda/conv/convolution.h"
 #include "cuda/cuda_error.h"
+#include "cuda/gemm/alignment.h"
 #include "cuda/gemm/product.h"
 #include "cuda/gemm/tuning.h"
 
@@ -184,27 +186,85 @@ void integrated_gradients(const Context& context, const LiConvBackward& call) {
   }
 }
 
+/// Elements from one stream's mix to the next one's. Nothing if they do not follow each other
+/// evenly, or if a matrix, or a stream of g, does not begin at a multiple of 16 bytes from another.
+std::optional<Index> step_of_mix(const LiConvBackward& call, const TensorView& g) {
+  const auto count = static_cast<Index>(call.streams.size());
+  if (count == 1) return std::nullopt;
+  const Index size = size_of(g.dtype), d = call.dy.sizes[1], k = g.sizes[2];
+  const auto address = [&](Index i) {
+    return reinterpret_cast<std::intptr_t>(call.streams[i].mix.data);
+  };
+  const Index step = address(1) - address(0);
+  if (step < d * k * size) return std::nullopt;
+  for (Index i = 2; i < count; ++i) {
+    if (address(i) - address(i - 1) != step) return std::nullopt;
+  }
+  for (const Index bytes : {step, g.strides[0] * size, d * size, k * size}) {
+    if (bytes % kVectorBytes != 0) return std::nullopt;
+  }
+  return step / size;
+}
+
+/// The gradients of all streams before their convolutions, g_s = du_s + dy mix_s, by one GEMM.
+void add_all_gradients(const Context& context, const LiConvBackward& call, Index step_of_mix,
+                       const TensorView& g) {
+  const TensorView first = as_matrix(stream_of(g, 0));
+  Product p{};
+  p.rows = first.sizes[0];
+  p.columns = first.sizes[1];
+  p.inner = call.dy.sizes[1];
+  p.a = matrix_of(as_matrix(call.dy));
+  p.b = matrix_of(call.streams[0].mix);
+  p.d = matrix_of(first);
+  p.dtype = g.dtype;
+  p.math = with_environment(call.math);
+  p.add = call.du.defined();
+  p.c = call.du.data;
+  p.count = static_cast<int>(call.streams.size());
+  p.b_step = step_of_mix;
+  p.d_step = g.strides[0];
+  multiply(context, p);
+}
+
 void backward_run(const Context& context, const LiConvBackward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return clear(context, call);
   const ProductMath math = with_environment(call.math);
   const TensorView dy = as_matrix(call.dy);
+  const auto needs_g = [](const LiConvStream& each) {
+    return each.dx.defined() || each.dw.defined();
+  };
+  const bool all = std::all_of(call.streams.begin(), call.streams.end(), needs_g);
+  const Index bytes = call.u.numel() * size_of(call.u.dtype);
+  std::optional<Scratch<char>> memory;
+  TensorView together = call.u;
+  if (const auto step = step_of_mix(call, call.u); all && step.has_value()) {
+    memory.emplace(context, bytes);
+    together.data = memory->data();
+    add_all_gradients(context, call, *step, together);
+  }
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
     if (stream.dmix.defined()) {
       multiply(context, call.math, transposed(dy), as_matrix(u), stream.dmix, {}, BatchSize::inner);
     }
-    if (!stream.dx.defined() && !stream.dw.defined()) continue;
-    const Scratch<char> memory(context, u.numel() * size_of(u.dtype));
+    if (!needs_g(stream)) continue;
+    const Scratch<char> one(context, memory.has_value() ? 0 : bytes / s.streams);
     TensorView g = u;
-    g.data = memory.data();
-    Addend du;
-    if (call.du.defined()) du = {true, stream_of(call.du, i).data};
-    multiply(context, call.math, dy, stream.mix, as_matrix(g), du);
+    if (memory.has_value()) {
+      g = stream_of(together, i);
+    } else {
+      g.data = one.data();
+      Addend du;
+      if (call.du.defined()) du = {true, stream_of(call.du, i).data};
+      multiply(context, call.math, dy, stream.mix, as_matrix(g), du);
+    }
     convolve_back(context, g, stream.x, stream.w, {call.stride, call.padding, math}, stream.dx,
                   stream.dw);
   }
+  memory.reset();
   integrated_gradients(context, call);
 }
 
