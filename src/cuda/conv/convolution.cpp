@@ -151,7 +151,7 @@ Descriptor graph_of(cudnnHandle_t handle, const ConvolutionCall& call) {
 }
 
 /// Whether an engine computes what we promise: the same bits every time, float32 sums, and TF32
-/// only where it is allowed.
+/// only where it is allowed. FFT and Winograd are less exact, and spread NaN to other pixels.
 bool is_allowed(const Descriptor& config, const ConvolutionCall& call) {
   const Cudnn& api = *Cudnn::get();
   Descriptor engine(CUDNN_BACKEND_ENGINE_DESCRIPTOR);
@@ -166,12 +166,13 @@ bool is_allowed(const Descriptor& config, const ConvolutionCall& call) {
                         notes.size(), &count, notes.data()) != CUDNN_STATUS_SUCCESS) {
     return false;
   }
-  const bool exact = call.image.dtype == DType::f32 && !call.math.tf32;
+  const bool f32 = call.image.dtype == DType::f32, exact = f32 && !call.math.tf32;
   return std::none_of(notes.begin(), notes.begin() + count, [&](cudnnBackendNumericalNote_t note) {
     return note == CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC ||
            note == CUDNN_NUMERICAL_NOTE_REDUCED_PRECISION_REDUCTION ||
-           (exact && (note == CUDNN_NUMERICAL_NOTE_TENSOR_CORE ||
-                      note == CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS));
+           note == CUDNN_NUMERICAL_NOTE_FFT || note == CUDNN_NUMERICAL_NOTE_WINOGRAD ||
+           (f32 && note == CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS) ||
+           (exact && note == CUDNN_NUMERICAL_NOTE_TENSOR_CORE);
   });
 }
 
