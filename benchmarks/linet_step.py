@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "python"))
 
 import linet_reference  # noqa: E402
-from fusewise import graphed, models  # noqa: E402
+from fusewise import graphed, implementation, models  # noqa: E402
 from fusewise.bench import environment  # noqa: E402
 from fusewise.bench.measure import (  # noqa: E402
     GraphTimer,
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument(
         "--cudnn-benchmark", action="store_true", help="torch's own tuning, for all"
     )
+    parser.add_argument("--implementation", default="", help="ours, forced: one_pass, accumulate")
     parser.add_argument("--names", type=int, default=0, metavar="N", help="list N costly kernels")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=30.0, help="at most, for each model")
@@ -208,9 +209,10 @@ def main() -> None:
     options = parser.parse_args()
     keep_memory()
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
-    found = contenders(options)
-    verify(found, options)
-    facts = measure(found, options)
+    with implementation(li_conv=options.implementation):
+        found = contenders(options)
+        verify(found, options)
+        facts = measure(found, options)
     show(facts)
     if options.out:
         described = environment.describe(options.device)

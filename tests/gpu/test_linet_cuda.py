@@ -156,6 +156,53 @@ def test_convolutions(sizes, kernel, stride, dtype):
         assert not any("aten::convolution" in n or "aten::_convolution" in n for n in names), names
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("channels", [(64, 64), (64, 128), (128, 192), (256, 512)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1, 1), (3, 13, 11), (5, 52, 37)], ids=str)
+def test_one_pass_integrates_as_gemms_do(size, channels, stride, dtype):
+    """In float32 sums, rounded once: at least as near to float64 as the GEMMs."""
+    n, h, w = size
+    c, k = channels
+    torch.manual_seed(0)
+    x = torch.randn(n, h, w, 4 * c, device="cuda", dtype=dtype).reshape(n, h, w, 4, c)
+    x = x.permute(3, 0, 4, 1, 2).contiguous()
+    x = x.movedim(2, -1).contiguous().movedim(-1, 2)  # each stream channels-last
+    weights = [torch.randn(k, c, 1, 1, device="cuda", dtype=dtype) / 8 for _ in range(3)]
+    mix = [torch.randn(k, k, device="cuda", dtype=dtype) for _ in range(3)]
+    previous = torch.randn(k, c, device="cuda", dtype=dtype)
+    results = {}
+    for name in ("one_pass", "accumulate"):
+        with fusewise.implementation(li_conv=name):
+            results[name] = li_conv(x, weights, mix, previous, stride=stride)
+            again = li_conv(x, weights, mix, previous, stride=stride)
+        assert same_bits(results[name], again)
+    u = results["one_pass"][:3]
+    assert same_bits(u, results["accumulate"][:3])
+    right = F.conv2d(x[3].double(), previous.double()[..., None, None], stride=stride)
+    terms = F.conv2d(x[3].double().abs(), previous.double().abs()[..., None, None], stride=stride)
+    for each, m in zip(u.double(), mix, strict=True):
+        right = right + F.conv2d(each, m.double()[..., None, None])
+        terms = terms + F.conv2d(each.abs(), m.double().abs()[..., None, None])
+    allowed = scale(largest(right), largest(terms), 0, dtype)
+    found = (results[name][3] for name in ("one_pass", "accumulate"))
+    report = compare("y", *found, right, allowed, computed_in=dtype)
+    assert report.passed, str(report)
+
+
+def test_one_pass_declines_and_yields():
+    def record(c, k, dtype=torch.float16):
+        x = [torch.randn(2, c, 8, 8, device="cuda", dtype=dtype)]
+        weights, mix = torch.randn(k, c, 3, 3).to(x[0]), torch.randn(k, k).to(x[0])
+        (found,) = fusewise.explain(li_conv, x, [weights], [mix], padding=1)
+        return found
+
+    assert record(3, 64).chosen == "one_pass"
+    for given in ((3, 96), (64, 64, torch.float32), (64, 256)):
+        assert record(*given).chosen == "accumulate"
+    assert "one_pass" in record(64, 256).able
+
+
 def test_cudnn_can_be_switched_off():
     code = (
         "import fusewise, torch; from fusewise._ops import build_info; "

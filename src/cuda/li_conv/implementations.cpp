@@ -1,7 +1,8 @@
 // LINet's convolution on CUDA. cuDNN computes the convolutions, or the context where there is no
-// cuDNN or it has no suitable algorithm; cuBLASLt adds the GEMMs of
-// the integration into y, and in backward adds the streams' gradients to GEMMs with dy. u and dy
-// are read once for each GEMM. Bound by the convolutions.
+// cuDNN or it has no suitable algorithm. The integration forward: `one_pass` reads every stream once
+// and writes y once; `accumulate` has a GEMM per stream, each of which adds to y. Backward, the
+// streams' gradients are added to GEMMs with dy; u and dy are read once for each GEMM. Bound by the
+// convolutions.
 
 #include <cuda_runtime_api.h>
 
@@ -18,6 +19,7 @@
 #include "cuda/gemm/alignment.h"
 #include "cuda/gemm/product.h"
 #include "cuda/gemm/tuning.h"
+#include "cuda/li_conv/integrate.h"
 
 namespace fusewise::cuda {
 namespace {
@@ -135,6 +137,59 @@ void forward_run(const Context& context, const LiConvForward& call) {
     multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, {add});
     add = true;
   }
+}
+
+/// Up to here the kernel is bound by memory, and saves most of the trips of y.
+constexpr Index kFewChannels = 128;
+constexpr Index kMostRows = Index{1} << 31;
+
+std::string one_pass_declines(const Context& context, const LiConvForward& call) {
+  if (const std::string reason = needs_convolution(context); !reason.empty()) return reason;
+  const LiConvSizes s = check_sizes(call);
+  if (size_of(s.dtype) != 2) return "x is not half precision";
+  if (s.k % kIntegrationStep != 0 || s.d % kIntegrationStep != 0 || s.e % kIntegrationStep != 0) {
+    return "the channels are not multiples of 64";
+  }
+  if (s.streams + 1 > kMostSources) return "there are too many streams";
+  if (call.m.defined() && !is_channels_last(call.m)) return "m is not channels-last";
+  if (s.pixels() >= kMostRows || s.n * s.h * s.w >= kMostRows) return "there are too many pixels";
+  bool aligned = is_aligned(call.u.data) && is_aligned(call.y.data) && is_aligned(call.m.data) &&
+                 is_aligned(call.previous.data);
+  for (const LiConvStream& stream : call.streams) aligned = aligned && is_aligned(stream.mix.data);
+  return aligned ? "" : "a tensor is not aligned to 16 bytes";
+}
+
+std::string one_pass_yields(const Context&, const LiConvForward& call) {
+  return check_sizes(call).d <= kFewChannels ? "" : "cuBLASLt is faster for many channels";
+}
+
+void one_pass_run(const Context& context, const LiConvForward& call) {
+  const LiConvSizes s = check_sizes(call);
+  if (s.n == 0) return;
+  const ProductMath math = with_environment(call.math);
+  Integration all{};
+  for (Index i = 0; i < s.streams; ++i) {
+    const LiConvStream& stream = call.streams[i];
+    const TensorView u = stream_of(call.u, i);
+    convolve(context, stream.x, stream.w, {call.stride, call.padding, math}, u);
+    all.source[all.sources++] = {u.data, stream.mix.data, static_cast<int>(s.k)};
+  }
+  all.y = call.y.data;
+  all.rows = static_cast<unsigned>(s.pixels());
+  all.columns = static_cast<int>(s.d);
+  all.strided = -1;
+  if (call.m.defined()) {
+    if (call.stride > 1) {
+      all.strided = all.sources;
+      all.image_pixels = static_cast<unsigned>(s.h * s.w);
+      all.image_width = static_cast<unsigned>(s.w);
+      all.stride = static_cast<unsigned>(call.stride);
+      all.y_pixels = static_cast<unsigned>(s.p * s.q);
+      all.y_width = static_cast<unsigned>(s.q);
+    }
+    all.source[all.sources++] = {call.m.data, call.previous.data, static_cast<int>(s.e)};
+  }
+  integrate(context, s.dtype, all);
 }
 
 std::vector<TensorView> weight_gradients(const LiConvBackward& call) {
@@ -272,6 +327,7 @@ void backward_run(const Context& context, const LiConvBackward& call) {
 
 Implementations<LiConvForward> li_conv_forward() {
   static constexpr Implementation<LiConvForward> list[] = {
+      {"one_pass", one_pass_declines, one_pass_run, one_pass_yields},
       {"accumulate", forward_declines, forward_run}};
   return list;
 }
