@@ -288,6 +288,8 @@ class Session {
         best = measured(context, call, plans);
         lifetime = Lifetime::file;
       } catch (const OutOfMemory&) {
+      } catch (const Error&) {  // none of them runs
+        return std::nullopt;
       }
     }
     keep_choice(context, text, std::to_string(plans[best].first), lifetime);
