@@ -41,11 +41,11 @@ PROFILED_STEPS = 3
 
 # Kinds of kernels, the first match of a name counts.
 KINDS = {
-    "layout": r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|tensorTransform|transpose",
-    "convolution": r"conv|fprop|dgrad|wgrad|cudnn.*(xmma|cutlass)",
-    "copy, cast": r"Memcpy|Memset|copy|cast|CatArray|FillFunctor|fill",
-    "BatchNorm": r"fusewise::|batch_?norm|bn_fw|bn_bw",
-    "GEMM": r"gemm|cutlass|xmma|nvjet|cublas|splitK",
+    "layout": r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|tensorTransform|transpose_readWrite",
+    "BatchNorm": r"bn_fw|bn_bw|batch_?norm|^(void )?fusewise::(?!.*(cast|copy|integrate)_kernel)",
+    "convolution": r"conv|fprop|dgrad|wgrad|cudnn",
+    "GEMM": r"gemm|cutlass|xmma|nvjet|cublas|splitK|integrate_kernel",
+    "copy, cast": r"Memcpy|Memset|copy|cast_kernel|CatArray|FillFunctor",
     "pool": r"pool",
     "elementwise": r"elementwise|foreach|multi_tensor",
     "other": r"",
@@ -124,7 +124,7 @@ def by_kind(contender: Contender) -> dict[str, tuple[float, float]]:
     """For each kind of kernel the ms of GPU time and the number of kernels and copies of a step."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for _ in range(2):  # the first recording includes the profiler's own start-up
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             for i in range(PROFILED_STEPS):
                 contender(i % BUFFERS)
             torch.cuda.synchronize()
