@@ -1,8 +1,8 @@
 // LINet's convolution on CUDA. cuDNN computes the convolutions, or the context where there is no
-// cuDNN or it has no suitable algorithm. The integration forward: `one_pass` reads every stream once
-// and writes y once; `accumulate` has a GEMM per stream, each of which adds to y. Backward, the
-// streams' gradients are added to GEMMs with dy; u and dy are read once for each GEMM. Bound by the
-// convolutions.
+// cuDNN or it has no suitable algorithm. The integration forward: `one_pass` reads every stream
+// once and writes y once; `accumulate` has a GEMM per stream, each of which adds to y. Backward,
+// the streams' gradients are added to GEMMs with dy; u and dy are read once for each GEMM. Bound by
+// the convolutions.
 
 #include <cuda_runtime_api.h>
 
