@@ -64,6 +64,10 @@ if(FUSEWISE_WITH_CUDA)
   list(FILTER sm90a_sources INCLUDE REGEX backward_wgmma)
   set_source_files_properties(src/cuda/device.cu PROPERTIES
     COMPILE_DEFINITIONS FUSEWISE_CUDA_ARCHITECTURES="${FUSEWISE_ARCHITECTURES}")
+  if(FUSEWISE_CUDNN_INCLUDE)
+    set_source_files_properties(src/cuda/conv/convolution.cpp src/cuda/conv/cudnn.cpp PROPERTIES
+      COMPILE_DEFINITIONS FUSEWISE_WITH_CUDNN COMPILE_OPTIONS "-isystem;${FUSEWISE_CUDNN_INCLUDE}")
+  endif()
   set(cuda_options -Xcompiler=-Wall --expt-relaxed-constexpr)
   # Warpgroups' products are of sm_90a alone; no other GPU runs these kernels.
   add_library(fusewise_sm90a OBJECT ${sm90a_sources})

@@ -4,6 +4,9 @@
 
 #include <string>
 
+#ifdef FUSEWISE_CUDA_VERSION
+#include "cuda/conv/convolution.h"
+#endif
 #include "fusewise/version.h"
 
 namespace fusewise::binding {
@@ -11,7 +14,9 @@ namespace {
 
 std::string build_info() {
 #ifdef FUSEWISE_CUDA_VERSION
-  return "cuda\t" FUSEWISE_CUDA_VERSION "\narchitectures\t" FUSEWISE_CUDA_ARCHITECTURES;
+  return std::string("cuda\t" FUSEWISE_CUDA_VERSION "\narchitectures\t" FUSEWISE_CUDA_ARCHITECTURES
+                     "\nconvolutions\t") +
+         (cuda::has_cudnn() ? "cuDNN" : "torch");
 #else
   return "fusewise\t" FUSEWISE_VERSION "\ncompiler\tg++ " __VERSION__;
 #endif

@@ -65,6 +65,15 @@ Tensor new_like(const Tensor& like);
 /// Copies values between tensors of one shape.
 void copy(const Tensor& from, const Tensor& to);
 
+/// A view, and where its elements go in another type. Neither has gaps in memory, and their strides
+/// are equal.
+struct CastPair {
+  TensorView from, to;
+};
+/// Casts between float32 and half precision, on CUDA in one launch. All `from` have one type, and
+/// all `to`. Defined once for the CPU library and once for the CUDA library.
+void cast_all(const Context& context, std::span<const CastPair> pairs);
+
 /// For the _explain operators: one line "name\tchosen\table\treason" per candidate.
 std::string to_text(const Candidates& candidates);
 

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "call.h"
 #include "common/backends.h"
 #include "convolution.h"
 #include "cuda/cuda_error.h"
+#include "cuda/li_conv/casts.h"
 #include "failure.h"
 
 namespace fusewise::binding {
@@ -59,6 +61,15 @@ void check_works(Device device) {
   if (capture == cudaStreamCaptureStatusInvalidated) {
     throw Error("CUDA: graph capture failed: torch may not allocate memory during it");
   }
+}
+
+void cast_all(const Context& context, std::span<const CastPair> pairs) {
+  if (pairs.empty()) return;
+  std::vector<cuda::Cast> casts;
+  casts.reserve(pairs.size());
+  for (const CastPair& pair : pairs) casts.push_back({pair.from, pair.to});
+  const cuda::CurrentDevice current(context.device);
+  cuda::cast(context, casts);
 }
 
 /// No device guard: the core has its own around every launch, and torch's functions get the device

@@ -6,7 +6,8 @@
 //
 // x is one tensor [S + 1, N, C, H, W], the streams and behind them the integrated one, or in the
 // first layer S images [N, C_s, H, W]. With `packed` the result is [S + 1, N, K, P, Q], otherwise
-// the integrated stream alone.
+// the integrated stream alone. Weights may be float32 beside half-precision x: they are cast here,
+// and so are their gradients.
 
 #include "fusewise/li_conv.h"
 
@@ -22,6 +23,15 @@
 
 namespace fusewise::binding {
 namespace {
+
+bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
+
+/// Whether the elements fill their memory, in whatever order.
+bool has_no_gaps(const TensorView& t) {
+  std::int64_t last = 0;
+  for (int d = 0; d < t.rank; ++d) last += (t.sizes[d] - 1) * t.strides[d];
+  return last + 1 == t.numel();
+}
 
 /// Views of the inputs, and the copies that they may need.
 class Inputs {
@@ -45,6 +55,43 @@ class Inputs {
     check(!packed || w.rank != 4 || first.rank != 2 || w.sizes[0] == first.sizes[0],
           "stream 0: mix: expected [", w.sizes[0], ", ", w.sizes[0],
           "], because all streams are packed into one tensor, got ", first);
+  }
+
+  /// Replaces float32 weights beside half-precision x by copies in x's type.
+  void cast_weights(const Context& context, const Tensor& like) {
+    const DType dtype = streams_[0].x.dtype;
+    if (!is_half(dtype)) return;
+    std::vector<TensorView*> found;
+    const auto look_at = [&](TensorView& weight) {
+      if (!weight.defined() || weight.dtype != DType::f32) return;
+      weight.dtype = dtype;
+      // The core's checks name a weight on another device.
+      if (weight.device == context.device && weight.numel() > 0) found.push_back(&weight);
+    };
+    for (LiConvStream& stream : streams_) look_at(stream.mix);  // evenly spaced: see the core
+    look_at(previous_);
+    for (LiConvStream& stream : streams_) look_at(stream.w);
+    constexpr std::int64_t kAlignment = 128;  // elements, 256 bytes
+    std::int64_t total = 0;
+    for (const TensorView* weight : found) {
+      total += (weight->numel() + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    if (total == 0) return;
+    auto* memory = static_cast<char*>(
+        copies_.emplace_back(new_dense(like, dtype, {total})).mutable_data_ptr());
+    std::vector<CastPair> pairs;
+    for (TensorView* weight : found) {
+      TensorView from = *weight;
+      from.dtype = DType::f32;
+      if (!has_no_gaps(from)) {
+        from = view_of("w", copies_.emplace_back(dense(tensor_of(from))));
+        weight->strides = from.strides;
+      }
+      weight->data = memory;
+      memory += (weight->numel() + kAlignment - 1) / kAlignment * kAlignment * size_of(dtype);
+      pairs.push_back({from, *weight});
+    }
+    cast_all(context, pairs);
   }
 
   std::vector<LiConvStream>& streams() { return streams_; }
@@ -164,6 +211,7 @@ std::tuple<Tensor, Tensor> li_conv_forward(const std::vector<Tensor>& x,
   const Tensor& first = x[0];
   const CallContext context(first);
   Inputs inputs(x, weights, mix, previous, packed);
+  inputs.cast_weights(context.get(), first);
   LiConvForward call;
   set_options(call, inputs, stride, padding, {tf32, reduced_sums, tune}, implementation);
   const ResultSizes s(call);
@@ -197,9 +245,21 @@ class Gradients {
     found_.push_back(std::move(tensor));
     return view_of("gradient", found_.back());
   }
+  /// Adds the gradient of a float32 weight beside half-precision x, and returns the view of a
+  /// gradient in x's type that `finish` casts.
+  TensorView add_weight(Tensor tensor) {
+    const TensorView wide = add(std::move(tensor));
+    if (wide.dtype == dtype_) return wide;
+    TensorView half = wide;
+    half.dtype = dtype_;
+    half.data = halves_.emplace_back(new_strided(like_, half)).mutable_data_ptr();
+    casts_.push_back({half, wide});
+    return half;
+  }
+  void finish(const Context& context) { cast_all(context, casts_); }
   /// A gradient like `tensor`. Absent if it is not needed.
   TensorView next(const Tensor& tensor) {
-    if (next_is_needed()) return add(new_like(tensor));
+    if (next_is_needed()) return add_weight(new_like(tensor));
     skip();
     return {};
   }
@@ -210,7 +270,8 @@ class Gradients {
       return {};
     }
     TensorView view = matrix;
-    view.data = add(new_dense(tensor, dtype_, tensor.sizes())).data;
+    const DType dtype = view_of("mix", tensor).dtype;
+    view.data = add_weight(new_dense(tensor, dtype, tensor.sizes())).data;
     return view;
   }
   std::vector<Tensor> take() { return std::move(found_); }
@@ -219,7 +280,8 @@ class Gradients {
   const Tensor& like_;
   DType dtype_;
   const std::vector<std::int64_t>& needs_;
-  std::vector<Tensor> found_;
+  std::vector<Tensor> found_, halves_;
+  std::vector<CastPair> casts_;
 };
 
 /// `u` is what forward returned: the packed result, or the separate u. Returns the gradients of x,
@@ -236,6 +298,7 @@ std::vector<Tensor> li_conv_backward(const Tensor& gradient, const Tensor& u,
   const Tensor& first = x[0];
   const CallContext context(first);
   Inputs inputs(x, weights, mix, previous, packed);
+  inputs.cast_weights(context.get(), first);
   std::vector<LiConvStream>& streams = inputs.streams();
   const auto count = static_cast<std::int64_t>(streams.size());
   check(needs.size() == x.size() + 2 * streams.size() + 1, "needs: expected ",
@@ -278,6 +341,7 @@ std::vector<Tensor> li_conv_backward(const Tensor& gradient, const Tensor& u,
   }
   call.streams = streams;
   li_conv(context.get(), call);
+  gradients.finish(context.get());
   return gradients.take();
 }
 
@@ -289,6 +353,7 @@ std::string li_conv_explain(const std::vector<Tensor>& x, const std::vector<Tens
   const Tensor& first = x[0];
   const CallContext context(first);
   Inputs inputs(x, weights, mix, previous, false);
+  inputs.cast_weights(context.get(), first);
   LiConvForward forward;
   set_options(forward, inputs, stride, padding, {}, implementation);
   const ResultSizes s(forward);

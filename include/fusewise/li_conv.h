@@ -21,10 +21,11 @@
 /// the same for all tensors of a call. Sums are float32 (float64 for float64); the CPU's own
 /// convolution rounds partial sums of half precision. Layouts: u, y, du and dy are channels-last
 /// without gaps; mix, previous, dmix and dprevious are dense; x, w, m and their gradients may have
-/// any strides. Convolutions: `Context::convolution`; without it the CPU has loops of its own.
-/// Where t > 1, CUDA reads m by that convolution too, with its settings. Memory: see tensor.h; no
-/// output may overlap an input or another output. Errors: `Error`, before anything is written.
-/// Exceptions of a caller's convolution pass through.
+/// any strides. Convolutions on the CPU: `Context::convolution`, or without it loops of its own. On
+/// CUDA: cuDNN, if the build has its headers, the process has libcudnn.so.9, x is channels-last and
+/// not float64, and w is dense as [K, R, R, C]; else `Context::convolution`. Where t > 1, m is read
+/// by a convolution too. Memory: see tensor.h; no output may overlap an input or another output.
+/// Errors: `Error`, before anything is written. Exceptions of a caller's convolution pass through.
 namespace fusewise {
 
 struct LiConvStream {

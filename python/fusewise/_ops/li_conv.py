@@ -50,7 +50,7 @@ def check_li_conv(x, weights, mix, previous, stride, padding, packed):
     for i, (image, w, matrix) in enumerate(zip(images, weights, mix, strict=True)):
         named = f"stream {i}: "
         _check_image(named, image, first)
-        _check_kind(f"{named}w", w, first)
+        _check_weight(f"{named}w", w, first)
         shape, channels = list(w.shape), image.shape[1]
         square = len(shape) == 4 and shape[1] == channels and shape[2] == shape[3] and shape[0] > 0
         if i == 0:
@@ -59,7 +59,7 @@ def check_li_conv(x, weights, mix, previous, stride, padding, packed):
             k, r = shape[0], shape[2]
         if not square or shape[0] != k or shape[2] != r:
             _refuse(f"{named}w: expected [{k}, {channels}, {r}, {r}], got {shape}")
-        _check_kind(f"{named}mix", matrix, first)
+        _check_weight(f"{named}mix", matrix, first)
         shape = _matrix(matrix)
         if i == 0:
             if len(shape) != 2 or shape[1] != k or shape[0] < 1:
@@ -68,7 +68,7 @@ def check_li_conv(x, weights, mix, previous, stride, padding, packed):
         if shape != [d, k]:
             _refuse(f"{named}mix: expected [{d}, {k}], got {shape}")
     if m is not None:
-        _check_kind("previous", previous, first)
+        _check_weight("previous", previous, first)
         if _matrix(previous) != [d, m.shape[1]]:
             _refuse(f"previous: expected [{d}, {m.shape[1]}], got {_matrix(previous)}")
     return first.shape[0], k, d, *_convolved(first, r, stride, padding, m is not None)
@@ -118,6 +118,14 @@ def _check_kind(name, tensor, first):
     if tensor.dtype != first.dtype:
         _refuse(f"{name}: expected x's dtype {_name(first.dtype)}, got {_name(tensor.dtype)}")
     _check_device(name, tensor, first.device)
+
+
+def _check_weight(name, tensor, first):
+    """Float32 weights beside half-precision images are cast."""
+    if tensor.dtype == torch.float32 and first.dtype in (torch.float16, torch.bfloat16):
+        _check_device(name, tensor, first.device)
+    else:
+        _check_kind(name, tensor, first)
 
 
 def _convolved(image, r, stride, padding, has_m):

@@ -18,10 +18,10 @@ _NOTHING = contextlib.nullcontext()
 
 
 @constant_when_compiled
-def _torch_settings(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+def _torch_settings(dtype: torch.dtype, operator: str) -> tuple[bool, bool, bool]:
     tf32, reduced_sums = False, True
     if dtype == torch.float32:
-        tf32 = fp32_precision("cuda", "matmul") == "tf32"
+        tf32 = fp32_precision("cuda", operator) == "tf32"
     elif dtype == torch.float16:
         reduced_sums = allows_fp16_reduced_sums()[0]
     elif dtype == torch.bfloat16:
@@ -29,12 +29,13 @@ def _torch_settings(dtype: torch.dtype) -> tuple[bool, bool, bool]:
     return tf32, reduced_sums, not torch.are_deterministic_algorithms_enabled()
 
 
-def product_math(x: Tensor) -> tuple[bool, bool, bool]:
+def product_math(x: Tensor, operator: str = "matmul") -> tuple[bool, bool, bool]:
     """What is allowed: TF32, reduced-precision sums in fp16 and bf16, autotuning.
 
-    `torch.compile` reads the settings once, when it traces. It does not retrace when they change.
+    operator: "matmul" or "conv", whose setting for TF32 counts. `torch.compile` reads the settings
+    once, when it traces. It does not retrace when they change.
     """
-    return _torch_settings(x.dtype) if x.is_cuda else (False, True, True)
+    return _torch_settings(x.dtype, operator) if x.is_cuda else (False, True, True)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

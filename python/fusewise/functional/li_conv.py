@@ -10,7 +10,7 @@ from .. import _ops
 from .._explain import record, record_torch
 from .._settings import TORCH, settings
 from .._torch_private import is_batched_gradient
-from ._products import cast_inputs, product_math
+from ._products import autocast_dtype, cast_inputs, product_math
 from ._transforms import (
     SEEN_THROUGH,
     direct_apply,
@@ -38,7 +38,8 @@ def li_conv(
         u_s = conv(x_s, weights[s])
         y   = conv1x1(m, previous, stride) + sum over s of conv1x1(u_s, mix[s])
 
-    One operator forward and one backward. The convolutions are torch's.
+    One operator forward and one backward. The convolutions are cuDNN's on CUDA and torch's on the
+    CPU.
 
     Args:
         x: `[S + 1, N, C, H, W]`: the streams, and behind them the integrated stream m. In the first
@@ -73,8 +74,8 @@ def li_conv(
     if forced == TORCH or needs_formula():
         return _with_torch(images, weights, mix, previous, options, forced)
     count = len(weights)
-    tensors = _cast(images, [*weights, *mix, previous])
-    math = product_math(tensors[0])
+    tensors = _cast(images, [*weights, *mix, previous], keep_float32=True)
+    math = product_math(tensors[0], "conv")  # the integration is of 1x1 convolutions
     wants_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors
     )
@@ -141,10 +142,26 @@ def _checked(images, weights, mix, previous):
     return found
 
 
-def _cast(images, parameters):
-    """Images and parameters in the dtype that autocast asks for, else parameters in that of x."""
-    _, parameters = cast_inputs(images[0], parameters)
-    return [*(cast_inputs(image, [])[0] for image in images), *parameters]
+def _cast(images, parameters, keep_float32=False):
+    """Images and parameters in the dtype that autocast asks for, else parameters in that of x. With
+    `keep_float32`, parameters that the operator casts by itself stay."""
+    images = [_cast_image(image) for image in images]
+    if not keep_float32 or images[0].dtype not in (torch.float16, torch.bfloat16):
+        return [*images, *cast_inputs(images[0], parameters)[1]]
+    others = [None if _is_float32(t) else t for t in parameters]
+    cast = cast_inputs(images[0], others)[1]
+    return [*images, *(t if _is_float32(t) else c for t, c in zip(parameters, cast, strict=True))]
+
+
+def _cast_image(image):
+    dtype = autocast_dtype(image)
+    if dtype is None or dtype == image.dtype or image.dim() != 4:
+        return cast_inputs(image, [])[0]
+    return image.to(dtype, memory_format=torch.channels_last)  # the layout of the convolutions
+
+
+def _is_float32(t) -> bool:
+    return t is not None and t.dtype == torch.float32
 
 
 def _split(tensors, count):
@@ -186,7 +203,10 @@ def _channels_last(image: Tensor) -> Tensor:
 
 
 def _formula_gradients(tensors, count, options, needed, gradient):
-    def compute(*tensors):
+    dtype = tensors[0].dtype
+
+    def compute(*tensors):  # float32 parameters beside half-precision images are rounded
+        tensors = [t if t is None or t.dtype == dtype else t.to(dtype) for t in tensors]
         return _formula(tensors, count, options)
 
     return formula_gradients(compute, tensors, needed, gradient)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from .._ops import BATCH_NORM_ACT
-from ..functional._transforms import refuse_script
+from ..functional._transforms import direct_apply, is_symbolic, needs_formula, refuse_script
 from ._checks import floating, one_of, true_or_false, whole
 from .batch_norm import SharedNorm
 from .li_conv import check_blanked, check_stream, with_integrated, with_unused
@@ -135,8 +135,10 @@ class LIBatchNorm2d(SharedNorm):
         if blanked is not None and not padded:
             check_blanked(blanked, self.num_streams, x.shape[1], x.device)
             blanked = with_integrated(blanked)
-        weight = torch.stack([*list(self.stream_weights), self.integrated_weight])
-        bias = torch.stack([*list(self.stream_biases), self.integrated_bias])
+        weight, bias = _packed(
+            [*list(self.stream_weights), self.integrated_weight],
+            [*list(self.stream_biases), self.integrated_bias],
+        )
         y = self._norm(x, slice(None), (weight, bias), residual, self.updates, blanked)
         if self.training and x.shape[1] == 0:  # no stream was updated, but it was a step
             self.num_batches_tracked.add_(1)
@@ -264,3 +266,25 @@ class LIBatchNorm2d(SharedNorm):
             f"{self.num_features}, num_streams={self.num_streams}, activation={self.activation!r}, "
             f"eps={self.eps}, momentum={self.momentum}" + ", max_pool=True" * self.max_pool
         )
+
+
+def _packed(weights, biases) -> tuple[Tensor, Tensor]:
+    """Two stacks in one launch."""
+    if torch.compiler.is_compiling() or needs_formula() or is_symbolic(weights[0]):
+        return torch.stack(weights), torch.stack(biases)
+    return _pack(*weights, *biases)
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *tensors):
+        both = torch.stack(tensors)
+        half = len(tensors) // 2
+        return both[:half], both[half:]
+
+    @staticmethod
+    def backward(ctx, dweight, dbias):
+        return *dweight.unbind(), *dbias.unbind()
+
+
+_pack = direct_apply(_Packed)

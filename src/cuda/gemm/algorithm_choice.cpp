@@ -99,13 +99,22 @@ Algorithm measured(const Context& context, const Product& p, Description& descri
         " GEMM of [", p.rows, ", ", p.inner, "] and [", p.inner, ", ", p.columns, "]");
   if (algorithms.size() == 1) return algorithms.front();
 
+  // Trials of a GEMM that adds to its output write elsewhere.
+  Product trial = p;
+  const bool adds_to_output = p.add && p.c == nullptr;
+  const Scratch<char> result(
+      context, adds_to_output ? ((p.rows - 1) * p.d.stride + p.columns) * size_of(p.dtype) : 0);
+  if (adds_to_output) {
+    trial.c = p.d.data;
+    trial.d.data = result.data();
+  }
   std::size_t most = 0;
   for (const Algorithm& each : algorithms) most = std::max(most, each.workspace);
   const Scratch<char> workspace(context, static_cast<std::int64_t>(most));
   std::vector<std::function<void(const Context&)>> ways;
   for (const Algorithm& each : algorithms) {
     ways.push_back([&](const Context& where) {
-      run_algorithm(where, p, description, each, workspace.data());
+      run_algorithm(where, trial, description, each, workspace.data());
     });
   }
   return algorithms[fastest(context, weights_of(p), ways)];

@@ -78,9 +78,16 @@ void set(cublasLtMatmulDescOpaque_t& operation, cublasLtMatmulDescAttributes_t a
 }
 
 void describe(cublasLtMatrixLayoutOpaque_t* layout, cudaDataType_t type, std::int64_t rows,
-              std::int64_t columns, const Matrix& matrix) {
+              std::int64_t columns, const Matrix& matrix, std::int32_t count, std::int64_t step) {
   if (matrix.transposed) std::swap(rows, columns);
   check_blas(cublasLtMatrixLayoutInit(layout, type, rows, columns, matrix.stride),
+             "describing a matrix");
+  if (count == 1) return;
+  check_blas(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count,
+                                              sizeof(count)),
+             "describing a matrix");
+  check_blas(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                              &step, sizeof(step)),
              "describing a matrix");
 }
 
@@ -116,6 +123,9 @@ std::int64_t step_of(const cublasLtMatmulAlgo_t& algorithm) {
       return 0;
   }
 }
+
+/// What is added; d where nothing is, as cuBLASLt wants some address.
+const void* c_of(const Product& p) { return p.c != nullptr ? p.c : p.d.data; }
 
 /// Whether cuBLASLt accepts the algorithm. Sets its workspace.
 bool fits(const Context& context, Description& description, Algorithm& algorithm) {
@@ -166,9 +176,9 @@ Description::Description(const Product& p) : inner(p.inner) {
   set(operation, CUBLASLT_MATMUL_DESC_TRANSB, p.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(p));
   if (p.bias != nullptr) set(operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-  describe(&a, type, p.columns, p.inner, p.b);
-  describe(&b, type, p.inner, p.rows, p.a);
-  describe(&d, p.wide_result ? scale : type, p.columns, p.rows, p.d);
+  describe(&a, type, p.columns, p.inner, p.b, p.count, p.b_step);
+  describe(&b, type, p.inner, p.rows, p.a, p.count, p.a_step);
+  describe(&d, p.wide_result ? scale : type, p.columns, p.rows, p.d, p.count, p.d_step);
 }
 
 std::vector<Algorithm> suggested(const Context& context, const Product& p) {
@@ -182,7 +192,7 @@ std::vector<Algorithm> suggested(const Context& context, const Product& p) {
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMostWorkspace);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a.data));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.d.data));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(c_of(p)));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d.data));
   if (!p.math.reduced_sums) {
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
@@ -214,12 +224,11 @@ void run_algorithm(const Context& context, const Product& p, Description& descri
   const bool f64 = p.dtype == DType::f64;
   const void* alpha = f64 ? static_cast<const void*>(&factor) : &factor32;
   const void* beta = f64 ? static_cast<const void*>(&kept) : &kept32;
-  check_blas(
-      cublasLtMatmul(handle_of(context.device), &description.operation, alpha, p.b.data,
-                     &description.a, p.a.data, &description.b, beta, p.d.data, &description.d,
-                     p.d.data, &description.d, &algorithm.algorithm, workspace, algorithm.workspace,
-                     static_cast<cudaStream_t>(context.stream)),
-      "a GEMM");
+  check_blas(cublasLtMatmul(handle_of(context.device), &description.operation, alpha, p.b.data,
+                            &description.a, p.a.data, &description.b, beta, c_of(p), &description.d,
+                            p.d.data, &description.d, &algorithm.algorithm, workspace,
+                            algorithm.workspace, static_cast<cudaStream_t>(context.stream)),
+             "a GEMM");
 }
 
 }  // namespace fusewise::cuda

@@ -35,7 +35,7 @@ bool suits_vectors(const Matrix& matrix) {
 }  // namespace
 
 std::optional<CopiedProduct> padded(const Product& p) {
-  if (size_of(p.dtype) != kHalf || p.add || p.wide_result) return std::nullopt;
+  if (size_of(p.dtype) != kHalf || p.add || p.wide_result || p.count > 1) return std::nullopt;
   Product wide = p;
   // A dimension is padded if its elements are contiguous in one of the matrices.
   if (p.a.transposed) wide.rows = round_up(p.rows);

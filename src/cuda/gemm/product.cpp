@@ -106,10 +106,14 @@ struct PreparedProduct::State {
   std::optional<Way> way;
 
   State(const Context& context, Product p) {
-    check(!p.add || (p.bias == nullptr && p.epilogue == Epilogue::none && !p.math.tune),
-          "a GEMM that adds to its output has no bias, no epilogue and no tuning");
+    check(p.add || p.c == nullptr, "a GEMM with c adds it");
+    check(!p.add || (p.bias == nullptr && p.epilogue == Epilogue::none),
+          "a GEMM that adds has no bias and no epilogue");
     check(!p.wide_result || (p.epilogue == Epilogue::none && !p.math.tune),
           "a GEMM with a wide result has no epilogue and no tuning");
+    check(p.count == 1 || (p.bias == nullptr && !p.d.transposed && p.inner > 0 && !p.wide_result &&
+                           (!p.add || p.c != nullptr)),
+          "several GEMMs in one have no bias and do not add to their output");
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const std::int64_t size = size_of(p.wide_result ? DType::f32 : p.dtype);
     if (p.inner == 0) {  // an empty sum is zero

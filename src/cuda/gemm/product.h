@@ -28,7 +28,12 @@ struct Product {
   Epilogue epilogue = Epilogue::none;
   ProductMath math{};
   BatchSize batch = BatchSize::rows;
-  bool add = false;          ///< adds to d; not with bias, epilogue or tuning (which overwrites d)
+  bool add = false;         ///< d = a b + c; not with bias or epilogue
+  const void* c = nullptr;  ///< with `add`: laid out like d; null: d itself
+  /// Several GEMMs in one: elements from one matrix to the next, 0 where all have the same. c is
+  /// like d. Not with a bias, padding or a transposed d, and not adding to its own output.
+  int count = 1;
+  std::int64_t a_step = 0, b_step = 0, d_step = 0;
   bool wide_result = false;  ///< d and bias are float32 for half-precision factors; no tuning
 };
 

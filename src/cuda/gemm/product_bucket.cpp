@@ -16,7 +16,7 @@ std::int64_t flags_of(const Product& p) {
          static_cast<std::int64_t>(p.epilogue) << 8 | static_cast<std::int64_t>(p.batch) << 12 |
          std::int64_t{p.math.tf32} << 16 | std::int64_t{p.math.reduced_sums} << 17 |
          std::int64_t{p.math.tune} << 18 | std::int64_t{p.wide_result} << 19 |
-         std::int64_t{p.add} << 20;
+         std::int64_t{p.add} << 20 | std::int64_t{p.count - 1} << 21;
 }
 
 /// Alignment classes instead of byte counts. An algorithm needs 16-byte alignment or none, and
@@ -28,8 +28,9 @@ std::int64_t alignments_of(const Product& p) {
     return std::min(std::countr_zero(static_cast<std::uint64_t>(bytes)), 4);
   };
   std::int64_t all = 0;
-  for (const int each : {address(p.a.data), address(p.b.data), address(p.d.data), address(p.bias),
-                         stride(p.a), stride(p.b), stride(p.d)}) {
+  for (const int each :
+       {p.c == nullptr ? 0 : address(p.c), address(p.a.data), address(p.b.data), address(p.d.data),
+        address(p.bias), stride(p.a), stride(p.b), stride(p.d)}) {
     all = all << 4 | each;
   }
   return all;
@@ -87,6 +88,13 @@ Product representative_of(const Product& product) {
   fit(p.a, p.rows, p.inner);
   fit(p.b, p.inner, p.columns);
   fit(p.d, p.rows, p.columns);
+  const auto step = [](std::int64_t& step, const Matrix& matrix, std::int64_t rows,
+                       std::int64_t columns) {
+    if (step > 0) step = std::max(step, (matrix.transposed ? columns : rows) * matrix.stride);
+  };
+  step(p.a_step, p.a, p.rows, p.inner);
+  step(p.b_step, p.b, p.inner, p.columns);
+  step(p.d_step, p.d, p.rows, p.columns);
   return p;
 }
 

@@ -1,19 +1,25 @@
-// LINet's convolution on CUDA. The context computes the convolutions; cuBLASLt adds the GEMMs of
-// the integration into y, and in backward into copies of the streams' gradients. u and dy are read
-// once for each GEMM. Bound by the convolutions.
+// LINet's convolution on CUDA. cuDNN computes the convolutions, or the context where there is no
+// cuDNN or it has no suitable algorithm. The integration forward: `one_pass` reads every stream
+// once and writes y once; `accumulate` has a GEMM per stream, each of which adds to y. Backward,
+// the streams' gradients are added to GEMMs with dy; u and dy are read once for each GEMM. Bound by
+// the convolutions.
 
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "common/li_conv.h"
 #include "common/matrix.h"
 #include "common/scratch.h"
+#include "cuda/conv/convolution.h"
 #include "cuda/cuda_error.h"
+#include "cuda/gemm/alignment.h"
 #include "cuda/gemm/product.h"
 #include "cuda/gemm/tuning.h"
+#include "cuda/li_conv/integrate.h"
 
 namespace fusewise::cuda {
 namespace {
@@ -40,9 +46,15 @@ bool is_matrix_of_pixels(const TensorView& m, Index stride) {
   return stride == 1 && is_channels_last(m);
 }
 
-/// d = a b. With `add`: d += a b; tuning is off then, because it overwrites d.
+/// What a GEMM adds: nothing, its output, or another matrix.
+struct Addend {
+  bool add = false;
+  const void* c = nullptr;
+};
+
+/// d = a b + addend.
 void multiply(const Context& context, ProductMath math, const TensorView& a, const TensorView& b,
-              const TensorView& d, bool add, BatchSize batch = BatchSize::rows) {
+              const TensorView& d, Addend addend = {}, BatchSize batch = BatchSize::rows) {
   Product p{};
   p.rows = d.sizes[0];
   p.columns = d.sizes[1];
@@ -52,22 +64,52 @@ void multiply(const Context& context, ProductMath math, const TensorView& a, con
   p.d = matrix_of(d);
   p.dtype = d.dtype;
   p.math = with_environment(math);
-  if (add) p.math.tune = false;
   p.batch = batch;
-  p.add = add;
+  p.add = addend.add;
+  p.c = addend.c;
   multiply(context, p);
 }
 
-void copy(const Context& context, const TensorView& from, const TensorView& to) {
-  check_cuda(cudaMemcpyAsync(to.data, from.data, from.numel() * size_of(from.dtype),
-                             cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(context.stream)),
-             "copying a gradient");
+std::string needs_convolution(const Context& context) {
+  return context.convolution != nullptr || has_cudnn()
+             ? ""
+             : "there is no cuDNN, and the context has no convolution; pass one as "
+               "Context::convolution";
 }
 
-std::string needs_convolution(const Context& context) {
-  return context.convolution != nullptr
-             ? ""
-             : "the context has no convolution; pass one as Context::convolution";
+Convolution& convolution_of(const Context& context) {
+  check(context.convolution != nullptr,
+        "cuDNN has no algorithm for these tensors, and the context has no convolution; pass one as "
+        "Context::convolution");
+  return *context.convolution;
+}
+
+struct Geometry {
+  std::int64_t stride, padding;
+  ProductMath math;
+};
+
+void convolve(const Context& context, const TensorView& x, const TensorView& w, const Geometry& g,
+              const TensorView& y) {
+  if (cuda::convolve(context, {ConvolutionKind::forward, x, w, y, g.stride, g.padding, g.math}))
+    return;
+  convolution_of(context).forward(x, w, g.stride, g.padding, y);
+}
+
+/// The gradients of x and w, each unless it is absent.
+void convolve_back(const Context& context, const TensorView& dy, const TensorView& x,
+                   const TensorView& w, const Geometry& g, TensorView dx, TensorView dw) {
+  using enum ConvolutionKind;
+  if (dx.defined() &&
+      cuda::convolve(context, {data_gradient, dx, w, dy, g.stride, g.padding, g.math})) {
+    dx = {};
+  }
+  if (dw.defined() &&
+      cuda::convolve(context, {weight_gradient, x, dw, dy, g.stride, g.padding, g.math})) {
+    dw = {};
+  }
+  if (!dx.defined() && !dw.defined()) return;
+  convolution_of(context).backward(dy, x, w, g.stride, g.padding, dx, dw);
 }
 
 std::string forward_declines(const Context& context, const LiConvForward&) {
@@ -77,23 +119,77 @@ std::string forward_declines(const Context& context, const LiConvForward&) {
 void forward_run(const Context& context, const LiConvForward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return;
+  const ProductMath math = with_environment(call.math);
   const TensorView y = as_matrix(call.y);
   bool add = false;
   if (call.m.defined()) {
     if (is_matrix_of_pixels(call.m, call.stride)) {
-      multiply(context, call.math, as_matrix(call.m), transposed(call.previous), y, false);
+      multiply(context, call.math, as_matrix(call.m), transposed(call.previous), y);
     } else {
-      context.convolution->forward(call.m, as_kernel(call.previous), call.stride, 0, call.y);
+      convolve(context, call.m, as_kernel(call.previous), {call.stride, 0, math}, call.y);
     }
     add = true;
   }
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    context.convolution->forward(stream.x, stream.w, call.stride, call.padding, u);
-    multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, add);
+    convolve(context, stream.x, stream.w, {call.stride, call.padding, math}, u);
+    multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, {add});
     add = true;
   }
+}
+
+/// Up to here the kernel is bound by memory, and saves most of the trips of y.
+constexpr Index kFewChannels = 128;
+constexpr Index kMostRows = Index{1} << 31;
+
+std::string one_pass_declines(const Context& context, const LiConvForward& call) {
+  if (const std::string reason = needs_convolution(context); !reason.empty()) return reason;
+  const LiConvSizes s = check_sizes(call);
+  if (size_of(s.dtype) != 2) return "x is not half precision";
+  if (s.k % kIntegrationStep != 0 || s.d % kIntegrationStep != 0 || s.e % kIntegrationStep != 0) {
+    return "the channels are not multiples of 64";
+  }
+  if (s.streams + 1 > kMostSources) return "there are too many streams";
+  if (call.m.defined() && !is_channels_last(call.m)) return "m is not channels-last";
+  if (s.pixels() >= kMostRows || s.n * s.h * s.w >= kMostRows) return "there are too many pixels";
+  bool aligned = is_aligned(call.u.data) && is_aligned(call.y.data) && is_aligned(call.m.data) &&
+                 is_aligned(call.previous.data);
+  for (const LiConvStream& stream : call.streams) aligned = aligned && is_aligned(stream.mix.data);
+  return aligned ? "" : "a tensor is not aligned to 16 bytes";
+}
+
+std::string one_pass_yields(const Context&, const LiConvForward& call) {
+  return check_sizes(call).d <= kFewChannels ? "" : "cuBLASLt is faster for many channels";
+}
+
+void one_pass_run(const Context& context, const LiConvForward& call) {
+  const LiConvSizes s = check_sizes(call);
+  if (s.n == 0) return;
+  const ProductMath math = with_environment(call.math);
+  Integration all{};
+  for (Index i = 0; i < s.streams; ++i) {
+    const LiConvStream& stream = call.streams[i];
+    const TensorView u = stream_of(call.u, i);
+    convolve(context, stream.x, stream.w, {call.stride, call.padding, math}, u);
+    all.source[all.sources++] = {u.data, stream.mix.data, static_cast<int>(s.k)};
+  }
+  all.y = call.y.data;
+  all.rows = static_cast<unsigned>(s.pixels());
+  all.columns = static_cast<int>(s.d);
+  all.strided = -1;
+  if (call.m.defined()) {
+    if (call.stride > 1) {
+      all.strided = all.sources;
+      all.image_pixels = static_cast<unsigned>(s.h * s.w);
+      all.image_width = static_cast<unsigned>(s.w);
+      all.stride = static_cast<unsigned>(call.stride);
+      all.y_pixels = static_cast<unsigned>(s.p * s.q);
+      all.y_width = static_cast<unsigned>(s.q);
+    }
+    all.source[all.sources++] = {call.m.data, call.previous.data, static_cast<int>(s.e)};
+  }
+  integrate(context, s.dtype, all);
 }
 
 std::vector<TensorView> weight_gradients(const LiConvBackward& call) {
@@ -130,40 +226,100 @@ void integrated_gradients(const Context& context, const LiConvBackward& call) {
   const bool pixels =
       is_matrix_of_pixels(call.m, call.stride) && (!call.dm.defined() || is_channels_last(call.dm));
   if (!pixels) {
-    context.convolution->backward(call.dy, call.m, as_kernel(call.previous), call.stride, 0,
-                                  call.dm, as_kernel(call.dprevious));
+    convolve_back(context, call.dy, call.m, as_kernel(call.previous),
+                  {call.stride, 0, with_environment(call.math)}, call.dm,
+                  as_kernel(call.dprevious));
     return;
   }
   const TensorView dy = as_matrix(call.dy);
   if (call.dprevious.defined()) {
-    multiply(context, call.math, transposed(dy), as_matrix(call.m), call.dprevious, false,
+    multiply(context, call.math, transposed(dy), as_matrix(call.m), call.dprevious, {},
              BatchSize::inner);
   }
   if (call.dm.defined()) {
-    multiply(context, call.math, dy, call.previous, as_matrix(call.dm), false);
+    multiply(context, call.math, dy, call.previous, as_matrix(call.dm));
   }
+}
+
+/// Elements from one stream's mix to the next one's. Nothing if they do not follow each other
+/// evenly, or if a matrix, or a stream of g, does not begin at a multiple of 16 bytes from another.
+std::optional<Index> step_of_mix(const LiConvBackward& call, const TensorView& g) {
+  const auto count = static_cast<Index>(call.streams.size());
+  if (count == 1) return std::nullopt;
+  const Index size = size_of(g.dtype), d = call.dy.sizes[1], k = g.sizes[2];
+  const auto address = [&](Index i) {
+    return reinterpret_cast<std::intptr_t>(call.streams[i].mix.data);
+  };
+  const Index step = address(1) - address(0);
+  if (step < d * k * size) return std::nullopt;
+  for (Index i = 2; i < count; ++i) {
+    if (address(i) - address(i - 1) != step) return std::nullopt;
+  }
+  for (const Index bytes : {step, g.strides[0] * size, d * size, k * size}) {
+    if (bytes % kVectorBytes != 0) return std::nullopt;
+  }
+  return step / size;
+}
+
+/// The gradients of all streams before their convolutions, g_s = du_s + dy mix_s, by one GEMM.
+void add_all_gradients(const Context& context, const LiConvBackward& call, Index step_of_mix,
+                       const TensorView& g) {
+  const TensorView first = as_matrix(stream_of(g, 0));
+  Product p{};
+  p.rows = first.sizes[0];
+  p.columns = first.sizes[1];
+  p.inner = call.dy.sizes[1];
+  p.a = matrix_of(as_matrix(call.dy));
+  p.b = matrix_of(call.streams[0].mix);
+  p.d = matrix_of(first);
+  p.dtype = g.dtype;
+  p.math = with_environment(call.math);
+  p.add = call.du.defined();
+  p.c = call.du.data;
+  p.count = static_cast<int>(call.streams.size());
+  p.b_step = step_of_mix;
+  p.d_step = g.strides[0];
+  multiply(context, p);
 }
 
 void backward_run(const Context& context, const LiConvBackward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return clear(context, call);
+  const ProductMath math = with_environment(call.math);
   const TensorView dy = as_matrix(call.dy);
+  const auto needs_g = [](const LiConvStream& each) {
+    return each.dx.defined() || each.dw.defined();
+  };
+  const bool all = std::all_of(call.streams.begin(), call.streams.end(), needs_g);
+  const Index bytes = call.u.numel() * size_of(call.u.dtype);
+  std::optional<Scratch<char>> memory;
+  TensorView together = call.u;
+  if (const auto step = step_of_mix(call, call.u); all && step.has_value()) {
+    memory.emplace(context, bytes);
+    together.data = memory->data();
+    add_all_gradients(context, call, *step, together);
+  }
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
     if (stream.dmix.defined()) {
-      multiply(context, call.math, transposed(dy), as_matrix(u), stream.dmix, false,
-               BatchSize::inner);
+      multiply(context, call.math, transposed(dy), as_matrix(u), stream.dmix, {}, BatchSize::inner);
     }
-    if (!stream.dx.defined() && !stream.dw.defined()) continue;
-    const Scratch<char> memory(context, u.numel() * size_of(u.dtype));
+    if (!needs_g(stream)) continue;
+    const Scratch<char> one(context, memory.has_value() ? 0 : bytes / s.streams);
     TensorView g = u;
-    g.data = memory.data();
-    if (call.du.defined()) copy(context, stream_of(call.du, i), g);
-    multiply(context, call.math, dy, stream.mix, as_matrix(g), call.du.defined());
-    context.convolution->backward(g, stream.x, stream.w, call.stride, call.padding, stream.dx,
-                                  stream.dw);
+    if (memory.has_value()) {
+      g = stream_of(together, i);
+    } else {
+      g.data = one.data();
+      Addend du;
+      if (call.du.defined()) du = {true, stream_of(call.du, i).data};
+      multiply(context, call.math, dy, stream.mix, as_matrix(g), du);
+    }
+    convolve_back(context, g, stream.x, stream.w, {call.stride, call.padding, math}, stream.dx,
+                  stream.dw);
   }
+  memory.reset();
   integrated_gradients(context, call);
 }
 
@@ -171,6 +327,7 @@ void backward_run(const Context& context, const LiConvBackward& call) {
 
 Implementations<LiConvForward> li_conv_forward() {
   static constexpr Implementation<LiConvForward> list[] = {
+      {"one_pass", one_pass_declines, one_pass_run, one_pass_yields},
       {"accumulate", forward_declines, forward_run}};
   return list;
 }

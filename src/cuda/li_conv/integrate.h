@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+
+#include "fusewise/context.h"
+
+namespace fusewise::cuda {
+
+inline constexpr int kMostSources = 16;
+
+/// y = sum over sources of rows w^T, for half precision. Every address is a multiple of 16 bytes,
+/// every number of channels a multiple of kIntegrationStep.
+struct Integration {
+  struct Source {
+    const void* rows;     ///< [rows, channels]
+    const void* weights;  ///< [columns, channels]
+    int channels;
+  };
+  Source source[kMostSources];
+  int sources;
+  void* y;  ///< [rows, columns]
+  unsigned rows;
+  int columns;
+  /// The source that is an image of which every stride-th pixel is read, and its sizes; -1: none.
+  int strided = -1;
+  unsigned image_pixels = 0, image_width = 0, stride = 1;
+  unsigned y_pixels = 1, y_width = 1;  ///< of an image of y
+};
+
+inline constexpr int kIntegrationStep = 64;
+
+void integrate(const Context& context, DType dtype, const Integration& call);
+
+}  // namespace fusewise::cuda
