@@ -18,6 +18,28 @@ __device__ __forceinline__ Accumulator<T> parameter(const void* data, bool wide,
   if (sizeof(T) == 2 && wide) return static_cast<const float*>(data)[i];
   return to_accumulator<Accumulator<T>>(static_cast<const T*>(data)[i]);
 }
+/// Several of them, loaded side by side: converted one by one, each would wait for the one before.
+/// `values` come in as what absent ones read as.
+template <typename T, int kCount>
+__device__ __forceinline__ void parameters(const void* const (&data)[kCount], bool wide,
+                                           long long i, Accumulator<T> (&values)[kCount]) {
+  const auto load = [&]<typename Stored>(Stored zero) {
+    Stored raw[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      raw[j] = data[j] == nullptr ? zero : static_cast<const Stored*>(data[j])[i];
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (data[j] != nullptr) values[j] = to_accumulator<Accumulator<T>>(raw[j]);
+    }
+  };
+  if (sizeof(T) == 2 && wide) {
+    load(0.0f);
+  } else {
+    load(T(0.0f));
+  }
+}
 template <typename T>
 __device__ __forceinline__ void set_parameter(void* data, bool wide, long long i,
                                               Accumulator<T> value) {
@@ -258,14 +280,12 @@ __device__ Coefficients<Accumulator<T>> finish_channel(const ForwardChannels& f,
                                                        double count, double mean, double variance,
                                                        long long calls, bool write) {
   using A = Accumulator<T>;
-  // Loaded first, so that they do not wait for the loads behind `variance`.
-  const A weight = parameter<T>(f.weight, f.wide, at, A(1));
-  const A bias = parameter<T>(f.bias, f.wide, at, A(0));
   const A inverse = inverse_deviation(static_cast<A>(variance), static_cast<A>(f.eps));
   if (write) {
     save_channel<T>(f, at, count, mean, variance, inverse, calls, running_statistics<T>(f, at));
   }
-  return {static_cast<A>(mean), inverse * weight, bias, inverse};
+  return {static_cast<A>(mean), inverse * parameter<T>(f.weight, f.wide, at, A(1)),
+          parameter<T>(f.bias, f.wide, at, A(0)), inverse};
 }
 
 /// The coefficients in inference, from the running statistics.
@@ -273,8 +293,12 @@ template <typename T>
 __device__ __forceinline__ Coefficients<Accumulator<T>> running_coefficients(
     const ForwardChannels& f, long long at, bool write) {
   using A = Accumulator<T>;
-  return finish_channel<T>(f, at, 0, parameter<T>(f.running_mean, f.wide, at, A(0)),
-                           parameter<T>(f.running_var, f.wide, at, A(0)), 1, write);
+  A values[4] = {A(0), A(0), A(1), A(0)};
+  parameters<T>({f.running_mean, f.running_var, f.weight, f.bias}, f.wide, at, values);
+  const auto [mean, variance, weight, bias] = values;
+  const A inverse = inverse_deviation(variance, static_cast<A>(f.eps));
+  if (write) save_channel<T>(f, at, 0, mean, variance, inverse, 1, {});
+  return {mean, inverse * weight, bias, inverse};
 }
 
 /// The coefficients in backward, from what forward saved.
@@ -282,9 +306,10 @@ template <typename T>
 __device__ __forceinline__ Coefficients<Accumulator<T>> saved_coefficients(
     const BackwardChannels& b, long long at) {
   using A = Accumulator<T>;
-  const A inverse = static_cast<const A*>(b.inverse)[at];
-  return {static_cast<const A*>(b.mean)[at], inverse * parameter<T>(b.weight, b.wide, at, A(1)),
-          parameter<T>(b.bias, b.wide, at, A(0)), inverse};
+  const A inverse = static_cast<const A*>(b.inverse)[at], mean = static_cast<const A*>(b.mean)[at];
+  A values[2] = {A(1), A(0)};
+  parameters<T>({b.weight, b.bias}, b.wide, at, values);
+  return {mean, inverse * values[0], values[1], inverse};
 }
 
 /// What dx needs besides dv, from the number of values and the sums over all of them.

@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kMostThreads)
   Loaded<T, kValues> x, residual;
   x.load(column, a.x);
   if (a.residual != nullptr) residual.load(column, a.residual);
-  const float weight = parameter<T>(f.weight, f.wide, column.at(), 1.0f);
-  const float bias = parameter<T>(f.bias, f.wide, column.at(), 0.0f);
+  float weight_and_bias[2] = {1, 0};
+  parameters<T>({f.weight, f.bias}, f.wide, column.at(), weight_and_bias);
   RunningStatistics<float> before;
   if (column.finishes()) before = running_statistics<T>(f, column.at());
   const double count = column.count(), share = column.share(count);
@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(kMostThreads)
   const double mean = count > 0 ? near[0] + totals[0] * share : 0.0;
   const double variance = above_0(totals[1] - totals[0] * totals[0] * share) * share;
   const float inverse = inverse_deviation(static_cast<float>(variance), static_cast<float>(f.eps));
-  const Coefficients<float> coefficients{static_cast<float>(mean), inverse * weight, bias, inverse};
+  const Coefficients<float> coefficients{static_cast<float>(mean), inverse * weight_and_bias[0],
+                                         weight_and_bias[1], inverse};
 
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {

@@ -290,11 +290,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int stride = tile.stride();
   // Small loads first: behind the copies they would wait for them.
   const Shifts<T, false> shifts(tile, x, 0, cut.units);
-  float weight = 1, bias = 0;  // of this thread's channel
+  float weight_and_bias[2] = {1, 0};  // of this thread's channel
   if (static_cast<int>(threadIdx.x) < tile.width) {
-    const Index channel = tile.channel(threadIdx.x);
-    weight = parameter<T>(a.channels.weight, a.channels.wide, channel, 1.0f);
-    bias = parameter<T>(a.channels.bias, a.channels.wide, channel, 0.0f);
+    parameters<T>({a.channels.weight, a.channels.bias}, a.channels.wide, tile.channel(threadIdx.x),
+                  weight_and_bias);
   }
   const T* next = x + origin;
   const auto copy = [&](int slot) {
@@ -339,8 +338,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         variance = above_0(dd - d * d * share) * share;
         const float eps = static_cast<float>(a.channels.eps);
         table.at(kMean, k) = static_cast<float>(mean);
-        table.at(kScale, k) = inverse_deviation(static_cast<float>(variance), eps) * weight;
-        table.at(kShift, k) = bias;
+        table.at(kScale, k) =
+            inverse_deviation(static_cast<float>(variance), eps) * weight_and_bias[0];
+        table.at(kShift, k) = weight_and_bias[1];
       });
   const Held<T, 3> held(table, tile.lane);
   int other = 0, used = 0;  // slots of the residual
