@@ -29,6 +29,9 @@ allows_bf16_reduced_sums = torch._C._get_cublas_allow_bf16_reduced_precision_red
 addmm_with_activation = torch._addmm_activation
 """cuBLASLt's GEMM with relu or gelu_tanh in its epilogue; a baseline in the benchmark."""
 
+copy_each = torch._foreach_copy_
+"""Copies a list of tensors into another, in few launches."""
+
 sleep_on_gpu = torch.cuda._sleep
 """Keeps the GPU busy for a number of cycles."""
 

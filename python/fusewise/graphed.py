@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._torch_private import tree_flatten, tree_leaves, tree_unflatten
+from ._torch_private import copy_each, tree_flatten, tree_leaves, tree_unflatten
 
 _WARM_UP = 3  # calls before the capture, in which GEMMs and convolutions are tuned
 
@@ -36,8 +36,10 @@ def graphed(model: torch.nn.Module, *inputs: Tensor, **keywords: Tensor) -> "Gra
     Returns:
         A module with the parameters, buffers and state dict of the model, which it has as
         `module`. Its outputs are the caller's own; the next call does not overwrite them. Backward
-        must come before the next call. There is no second backward. Gradients of parameters that
-        `torch.autograd.grad` returns are in the graph's memory: the next backward overwrites them.
+        must come before the next call. There is no second backward. Set gradients to None before
+        the call rather than after it: those of the last step are copied otherwise. Gradients of
+        parameters that `torch.autograd.grad` returns are in the graph's memory: the next call
+        overwrites them.
 
     Raises:
         TypeError: If an input is no tensor, or the model is no module.
@@ -145,6 +147,7 @@ class _Capture:
         self._check_inputs(tensors)
         self._check_state()
         self.calls += 1
+        self._keep_gradients()
         inputs = [tensors[name] for name in self.samples]
         if torch.is_grad_enabled():
             inputs = [_OwnGradient.apply(t) if t.requires_grad else t for t in inputs]
@@ -204,16 +207,24 @@ class _Capture:
                 "graphed: this is the backward of a call whose memory a later call has "
                 "overwritten; call backward before the model is called again"
             )
-        # Autograd takes the graph's memory as .grad where there was none. The replay would
-        # overwrite it before it is added to, so that accumulated gradients would be wrong.
         for place in self.places:
             p = place.tensor
-            if not place.requires_grad or not p.requires_grad:
-                continue
-            if p not in self.addresses:
+            if place.requires_grad and p.requires_grad and p not in self.addresses:
                 self.addresses[p] = _addresses(p)
-            if p.grad is not None and p.grad.data_ptr() in self.addresses[p]:
-                p.grad = p.grad.clone()
+
+    def _keep_gradients(self) -> None:
+        """Autograd takes the graph's memory as .grad where there was none. Both replays write to
+        this memory, so gradients that are still there move to memory of their own."""
+        held = [
+            p
+            for p, addresses in self.addresses.items()
+            if p.grad is not None and p.grad.data_ptr() in addresses
+        ]
+        if held:
+            own = [torch.empty_like(p.grad) for p in held]
+            copy_each(own, [p.grad for p in held])
+            for p, gradient in zip(held, own, strict=True):
+                p.grad = gradient
 
 
 def _addresses(p: Tensor) -> set[int]:

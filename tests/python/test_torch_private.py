@@ -128,3 +128,9 @@ def test_leaves():
     assert private.tree_leaves(tree) == [1, 2, 3]
     leaves, form = private.tree_flatten(tree)
     assert private.tree_unflatten([2 * leaf for leaf in leaves], form) == {"a": [2, (4,)], "b": 6}
+
+
+def test_copies_of_a_list():
+    into = [torch.zeros(2), torch.zeros(3, dtype=torch.float16)]
+    private.copy_each(into, [torch.ones(2), torch.ones(3, dtype=torch.float16)])
+    assert all(bool(t.all()) for t in into)
