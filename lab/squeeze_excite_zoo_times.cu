@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <iostream>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cuda/cuda_error.h"
@@ -196,7 +197,7 @@ class Experiment {
   }
 
   SqueezeExciteForward forward(const Block& k, int i, const Small<W>& small,
-                               const std::string& name) const {
+                               std::string_view name) const {
     SqueezeExciteForward call;
     small.attach(call, k, weights_);
     call.b1 = TensorView(small.b1, weights_, kGpu, {k.r});
@@ -208,7 +209,7 @@ class Experiment {
   }
 
   SqueezeExciteBackward backward(const Block& k, int i, const Small<W>& small,
-                                 const std::string& name) const {
+                                 std::string_view name) const {
     SqueezeExciteBackward call;
     small.attach(call, k, weights_);
     call.x = image(part(x_, k, i), k);

@@ -78,7 +78,7 @@ __device__ __forceinline__ Vector<T> load_or_zeros(const T* address, bool real) 
 template <typename T, bool kBackward>
 __global__ void __launch_bounds__(kImageThreads, kBatchedImageBlocks)
     sum_kernel(Arguments a, BatchedImages cut) {
-  __shared__ float rows[kImageThreads * kVector];
+  __shared__ __align__(16) float rows[kImageThreads * kVector];
   const Part part(a, cut, blockIdx.x);
   const T* const kept = static_cast<const T*>(a.kept) + part.start;
   const T* const extra = static_cast<const T*>(a.extra) + (kBackward ? part.start : 0);
