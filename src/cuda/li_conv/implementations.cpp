@@ -46,13 +46,21 @@ bool is_matrix_of_pixels(const TensorView& m, Index stride) {
   return stride == 1 && is_channels_last(m);
 }
 
+/// TF32 only where both numbers of channels are multiples of 4, or 16 bytes of float32. cuDNN's
+/// TF32 kernels need that, so torch computes others in float32, and ours must be as exact.
+ProductMath math_for(ProductMath math, Index channels, Index other_channels) {
+  math = with_environment(math);
+  math.tf32 = math.tf32 && channels % 4 == 0 && other_channels % 4 == 0;
+  return math;
+}
+
 /// What a GEMM adds: nothing, its output, or another matrix.
 struct Addend {
   bool add = false;
   const void* c = nullptr;
 };
 
-/// d = a b + addend.
+/// d = a b + addend. The batch is the size that counts pixels; the other two count channels.
 void multiply(const Context& context, ProductMath math, const TensorView& a, const TensorView& b,
               const TensorView& d, Addend addend = {}, BatchSize batch = BatchSize::rows) {
   Product p{};
@@ -63,7 +71,7 @@ void multiply(const Context& context, ProductMath math, const TensorView& a, con
   p.b = matrix_of(b);
   p.d = matrix_of(d);
   p.dtype = d.dtype;
-  p.math = with_environment(math);
+  p.math = math_for(math, p.columns, batch == BatchSize::rows ? p.inner : p.rows);
   p.batch = batch;
   p.add = addend.add;
   p.c = addend.c;
@@ -91,8 +99,10 @@ struct Geometry {
 
 void convolve(const Context& context, const TensorView& x, const TensorView& w, const Geometry& g,
               const TensorView& y) {
-  if (cuda::convolve(context, {ConvolutionKind::forward, x, w, y, g.stride, g.padding, g.math}))
+  const ProductMath math = math_for(g.math, w.sizes[0], w.sizes[1]);
+  if (cuda::convolve(context, {ConvolutionKind::forward, x, w, y, g.stride, g.padding, math})) {
     return;
+  }
   convolution_of(context).forward(x, w, g.stride, g.padding, y);
 }
 
@@ -100,12 +110,13 @@ void convolve(const Context& context, const TensorView& x, const TensorView& w, 
 void convolve_back(const Context& context, const TensorView& dy, const TensorView& x,
                    const TensorView& w, const Geometry& g, TensorView dx, TensorView dw) {
   using enum ConvolutionKind;
+  const ProductMath math = math_for(g.math, w.sizes[0], w.sizes[1]);
   if (dx.defined() &&
-      cuda::convolve(context, {data_gradient, dx, w, dy, g.stride, g.padding, g.math})) {
+      cuda::convolve(context, {data_gradient, dx, w, dy, g.stride, g.padding, math})) {
     dx = {};
   }
   if (dw.defined() &&
-      cuda::convolve(context, {weight_gradient, x, dw, dy, g.stride, g.padding, g.math})) {
+      cuda::convolve(context, {weight_gradient, x, dw, dy, g.stride, g.padding, math})) {
     dw = {};
   }
   if (!dx.defined() && !dw.defined()) return;
@@ -119,21 +130,20 @@ std::string forward_declines(const Context& context, const LiConvForward&) {
 void forward_run(const Context& context, const LiConvForward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return;
-  const ProductMath math = with_environment(call.math);
   const TensorView y = as_matrix(call.y);
   bool add = false;
   if (call.m.defined()) {
     if (is_matrix_of_pixels(call.m, call.stride)) {
       multiply(context, call.math, as_matrix(call.m), transposed(call.previous), y);
     } else {
-      convolve(context, call.m, as_kernel(call.previous), {call.stride, 0, math}, call.y);
+      convolve(context, call.m, as_kernel(call.previous), {call.stride, 0, call.math}, call.y);
     }
     add = true;
   }
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    convolve(context, stream.x, stream.w, {call.stride, call.padding, math}, u);
+    convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
     multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, {add});
     add = true;
   }
@@ -166,12 +176,11 @@ std::string one_pass_yields(const Context&, const LiConvForward& call) {
 void one_pass_run(const Context& context, const LiConvForward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return;
-  const ProductMath math = with_environment(call.math);
   Integration all{};
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    convolve(context, stream.x, stream.w, {call.stride, call.padding, math}, u);
+    convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
     all.source[all.sources++] = {u.data, stream.mix.data, static_cast<int>(s.k)};
   }
   all.y = call.y.data;
@@ -226,9 +235,8 @@ void integrated_gradients(const Context& context, const LiConvBackward& call) {
   const bool pixels =
       is_matrix_of_pixels(call.m, call.stride) && (!call.dm.defined() || is_channels_last(call.dm));
   if (!pixels) {
-    convolve_back(context, call.dy, call.m, as_kernel(call.previous),
-                  {call.stride, 0, with_environment(call.math)}, call.dm,
-                  as_kernel(call.dprevious));
+    convolve_back(context, call.dy, call.m, as_kernel(call.previous), {call.stride, 0, call.math},
+                  call.dm, as_kernel(call.dprevious));
     return;
   }
   const TensorView dy = as_matrix(call.dy);
@@ -273,7 +281,7 @@ void add_all_gradients(const Context& context, const LiConvBackward& call, Index
   p.b = matrix_of(call.streams[0].mix);
   p.d = matrix_of(first);
   p.dtype = g.dtype;
-  p.math = with_environment(call.math);
+  p.math = math_for(call.math, p.columns, p.inner);
   p.add = call.du.defined();
   p.c = call.du.data;
   p.count = static_cast<int>(call.streams.size());
@@ -285,7 +293,6 @@ void add_all_gradients(const Context& context, const LiConvBackward& call, Index
 void backward_run(const Context& context, const LiConvBackward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return clear(context, call);
-  const ProductMath math = with_environment(call.math);
   const TensorView dy = as_matrix(call.dy);
   const auto needs_g = [](const LiConvStream& each) {
     return each.dx.defined() || each.dw.defined();
@@ -316,7 +323,7 @@ void backward_run(const Context& context, const LiConvBackward& call) {
       if (call.du.defined()) du = {true, stream_of(call.du, i).data};
       multiply(context, call.math, dy, stream.mix, as_matrix(g), du);
     }
-    convolve_back(context, g, stream.x, stream.w, {call.stride, call.padding, math}, stream.dx,
+    convolve_back(context, g, stream.x, stream.w, {call.stride, call.padding, call.math}, stream.dx,
                   stream.dw);
   }
   memory.reset();
