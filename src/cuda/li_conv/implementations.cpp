@@ -249,43 +249,55 @@ void integrated_gradients(const Context& context, const LiConvBackward& call) {
   }
 }
 
-/// Elements from one stream's mix to the next one's. Nothing if they do not follow each other
-/// evenly, or if a matrix, or a stream of g, does not begin at a multiple of 16 bytes from another.
-std::optional<Index> step_of_mix(const LiConvBackward& call, const TensorView& g) {
-  const auto count = static_cast<Index>(call.streams.size());
-  if (count == 1) return std::nullopt;
-  const Index size = size_of(g.dtype), d = call.dy.sizes[1], k = g.sizes[2];
-  const auto address = [&](Index i) {
+/// Whether one GEMM computes the gradients of all streams: every matrix must begin at a multiple of
+/// 16 bytes from the others. Only sizes decide. If addresses did, equal models at other addresses
+/// would give other bits.
+bool takes_all_streams(const LiConvBackward& call) {
+  const Index size = size_of(call.u.dtype), d = call.dy.sizes[1], k = call.u.sizes[2];
+  return call.streams.size() > 1 && d * size % kVectorBytes == 0 && k * size % kVectorBytes == 0;
+}
+
+/// Bytes from one stream's mix to the next one's, if they follow each other evenly.
+std::optional<Index> step_of_mix(const LiConvBackward& call) {
+  const TensorView& mix = call.streams[0].mix;
+  const auto address = [&](std::size_t i) {
     return reinterpret_cast<std::intptr_t>(call.streams[i].mix.data);
   };
   const Index step = address(1) - address(0);
-  if (step < d * k * size) return std::nullopt;
-  for (Index i = 2; i < count; ++i) {
+  if (step < mix.numel() * size_of(mix.dtype) || step % kVectorBytes != 0) return std::nullopt;
+  for (std::size_t i = 2; i < call.streams.size(); ++i) {
     if (address(i) - address(i - 1) != step) return std::nullopt;
   }
-  for (const Index bytes : {step, g.strides[0] * size, d * size, k * size}) {
-    if (bytes % kVectorBytes != 0) return std::nullopt;
-  }
-  return step / size;
+  return step;
 }
 
 /// The gradients of all streams before their convolutions, g_s = du_s + dy mix_s, by one GEMM.
-void add_all_gradients(const Context& context, const LiConvBackward& call, Index step_of_mix,
-                       const TensorView& g) {
+void add_all_gradients(const Context& context, const LiConvBackward& call, const TensorView& g) {
+  TensorView mix = call.streams[0].mix;
+  const auto count = static_cast<Index>(call.streams.size());
+  const Index bytes = mix.numel() * size_of(mix.dtype);
+  const std::optional<Index> step = step_of_mix(call);
+  const Scratch<char> evenly(context, step.has_value() ? 0 : count * bytes);
+  for (Index i = 0; !step.has_value() && i < count; ++i) {
+    check_cuda(cudaMemcpyAsync(evenly.data() + i * bytes, call.streams[i].mix.data, bytes,
+                               cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(context.stream)),
+               "copying a mix");
+  }
+  if (!step.has_value()) mix.data = evenly.data();
   const TensorView first = as_matrix(stream_of(g, 0));
   Product p{};
   p.rows = first.sizes[0];
   p.columns = first.sizes[1];
   p.inner = call.dy.sizes[1];
   p.a = matrix_of(as_matrix(call.dy));
-  p.b = matrix_of(call.streams[0].mix);
+  p.b = matrix_of(mix);
   p.d = matrix_of(first);
   p.dtype = g.dtype;
   p.math = math_for(call.math, p.columns, p.inner);
   p.add = call.du.defined();
   p.c = call.du.data;
-  p.count = static_cast<int>(call.streams.size());
-  p.b_step = step_of_mix;
+  p.count = static_cast<int>(count);
+  p.b_step = step.value_or(bytes) / size_of(mix.dtype);
   p.d_step = g.strides[0];
   multiply(context, p);
 }
@@ -301,10 +313,10 @@ void backward_run(const Context& context, const LiConvBackward& call) {
   const Index bytes = call.u.numel() * size_of(call.u.dtype);
   std::optional<Scratch<char>> memory;
   TensorView together = call.u;
-  if (const auto step = step_of_mix(call, call.u); all && step.has_value()) {
+  if (all && takes_all_streams(call)) {
     memory.emplace(context, bytes);
     together.data = memory->data();
-    add_all_gradients(context, call, *step, together);
+    add_all_gradients(context, call, together);
   }
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
