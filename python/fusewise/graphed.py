@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._garbage import without_garbage_collection
 from ._torch_private import copy_each, tree_flatten, tree_leaves, tree_unflatten
 
 _WARM_UP = 3  # calls before the capture, in which GEMMs and convolutions are tuned
@@ -368,6 +369,7 @@ def _capture(call: _Call, samples: list[Tensor]):
         if on:  # casts that are kept between calls would lie outside of the graph
             stack.enter_context(torch.autocast("cuda", dtype, cache_enabled=False))
         _warm_up(call, samples)
+        stack.enter_context(without_garbage_collection())
         try:
             return torch.cuda.make_graphed_callables(
                 call, tuple(samples), num_warmup_iters=1, allow_unused_input=True

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fusewise
+from fusewise._garbage import without_garbage_collection
 from reference import same_bits
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -78,7 +79,7 @@ def check_graph(step, inputs, warm=True):
     if warm:
         on_side_stream(step)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with without_garbage_collection(), torch.cuda.graph(graph):
         captured = step()
     for seed in (1, 2):
         torch.manual_seed(seed)

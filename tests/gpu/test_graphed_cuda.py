@@ -97,6 +97,29 @@ def test_training_steps(case, dtype):
     torch.testing.assert_close(state, right_state, **tolerance)
 
 
+def test_garbage_is_not_collected_during_a_capture():
+    """It may hold an earlier graph. Destroying one would invalidate the capture."""
+
+    class Litters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+            self.kept = [fusewise.graphed(Images().cuda(), images())]
+
+        def forward(self, x):
+            if torch.cuda.is_current_stream_capturing() and self.kept:
+                cycle = [self.kept.pop()]
+                cycle.append(cycle)
+                del cycle
+                many = [[] for _ in range(100_000)]  # enough for a collection of every generation
+                del many
+            return self.fc(x)
+
+    plain, x = Litters().cuda(), torch.randn(4, 3, device="cuda")
+    torch.testing.assert_close(fusewise.graphed(plain, x)(x), plain(x))
+    assert not plain.kept
+
+
 def test_keywords():
     plain = Images().cuda()
     mask = torch.ones(8, device="cuda")

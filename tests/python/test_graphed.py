@@ -5,14 +5,17 @@ gradients, which every replay overwrites. tests/gpu has the graphs themselves.
 """
 
 import copy
+import gc
 import importlib
 import pickle
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import fusewise
+from fusewise._garbage import without_garbage_collection
 
 module = importlib.import_module("fusewise.graphed")
 
@@ -46,6 +49,22 @@ def test_mistakes(arguments, keywords, said):
 def test_the_tensor_that_is_elsewhere_is_named(place):
     with pytest.raises(RuntimeError, match=rf"got {place} \(0.weight\); CUDA graphs need a GPU"):
         module._require_cuda(nn.Sequential(nn.Linear(3, 2, device=place)), {})
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_without_garbage_collection(enabled):
+    before = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        cycle = [nn.ReLU()]
+        cycle.append(cycle)
+        kept = weakref.ref(cycle[0])
+        del cycle
+        with without_garbage_collection():
+            assert kept() is None and not gc.isenabled()
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if before else gc.disable()
 
 
 @pytest.fixture

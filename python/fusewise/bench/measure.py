@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from .._garbage import without_garbage_collection
 from .._torch_private import sleep_on_gpu
 from .statistics import median
 
@@ -48,7 +49,7 @@ class GraphTimer:
         # Each output lives until its buffer's turn comes again. If it were freed at once, every
         # call would write to the same memory, which would stay in the cache.
         kept: list[object] = [None] * buffers
-        with torch.cuda.graph(self._graph):
+        with without_garbage_collection(), torch.cuda.graph(self._graph):
             for i in range(self._calls):
                 kept[i % buffers] = None
                 kept[i % buffers] = call(i % buffers)
@@ -117,7 +118,7 @@ class Replay:
         graphs, results = [], []
         for i in range(self._buffers):
             graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[i], pool=pool):
+            with without_garbage_collection(), torch.cuda.graph(graphs[i], pool=pool):
                 results.append(self._call(i))
         self._graphs, self._results = graphs, results
 

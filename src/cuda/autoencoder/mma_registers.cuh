@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/mma.cuh"
 #include "cuda/vector.cuh"
 
 namespace fusewise::cuda::autoencoder {
@@ -39,33 +40,6 @@ struct Block {
     }
   }
 };
-
-__device__ __forceinline__ void mma_tf32(float& c0, float& c1, float& c2, float& c3, unsigned a0,
-                                         unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                         unsigned b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-/// The same with a depth of 16 in fp16 or bf16, packed in pairs.
-__device__ __forceinline__ void mma_halves(__half, float& c0, float& c1, float& c2, float& c3,
-                                           unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                           unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma_halves(__nv_bfloat16, float& c0, float& c1, float& c2,
-                                           float& c3, unsigned a0, unsigned a1, unsigned a2,
-                                           unsigned a3, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 /// The tensor cores truncate float32 operands to TF32. Adding half of the last kept bit first
 /// rounds to nearest. NaN needs care: the carry must not reach the sign bit.

@@ -34,19 +34,6 @@ __device__ __forceinline__ int pair_column(int tile, int lane) {
   }
 }
 
-/// Four matrices of eight rows of 16 bytes. Lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_address(row)));
-}
-/// The same, with each matrix of 8 by 8 half-precision values transposed.
-__device__ __forceinline__ void load_transposed(unsigned (&to)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_address(row)));
-}
-
 /// 16 rows by 16 columns as the left operand: of two MMAs in float32, of one in half precision.
 template <typename T>
 struct Left16 {

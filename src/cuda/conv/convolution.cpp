@@ -242,7 +242,9 @@ class Session {
   bool run(const Context& context, const ConvolutionCall& call) {
     const Key key = key_of(call);
     auto found = plans_.find(key);
+    std::optional<RelaxedCapture> relaxed;  // the first run of a plan loads its kernels
     if (found == plans_.end()) {
+      relaxed.emplace();
       if (plans_.size() >= kMostKept) plans_.clear();
       found = plans_.emplace(key, chosen(context, call, key)).first;
     }

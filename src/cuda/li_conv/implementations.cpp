@@ -46,13 +46,21 @@ bool is_matrix_of_pixels(const TensorView& m, Index stride) {
   return stride == 1 && is_channels_last(m);
 }
 
+/// TF32 only where both numbers of channels are multiples of 4, or 16 bytes of float32. cuDNN's
+/// TF32 kernels need that, so torch computes others in float32, and ours must be as exact.
+ProductMath math_for(ProductMath math, Index channels, Index other_channels) {
+  math = with_environment(math);
+  math.tf32 = math.tf32 && channels % 4 == 0 && other_channels % 4 == 0;
+  return math;
+}
+
 /// What a GEMM adds: nothing, its output, or another matrix.
 struct Addend {
   bool add = false;
   const void* c = nullptr;
 };
 
-/// d = a b + addend.
+/// d = a b + addend. The batch is the size that counts pixels; the other two count channels.
 void multiply(const Context& context, ProductMath math, const TensorView& a, const TensorView& b,
               const TensorView& d, Addend addend = {}, BatchSize batch = BatchSize::rows) {
   Product p{};
@@ -63,7 +71,7 @@ void multiply(const Context& context, ProductMath math, const TensorView& a, con
   p.b = matrix_of(b);
   p.d = matrix_of(d);
   p.dtype = d.dtype;
-  p.math = with_environment(math);
+  p.math = math_for(math, p.columns, batch == BatchSize::rows ? p.inner : p.rows);
   p.batch = batch;
   p.add = addend.add;
   p.c = addend.c;
@@ -91,8 +99,10 @@ struct Geometry {
 
 void convolve(const Context& context, const TensorView& x, const TensorView& w, const Geometry& g,
               const TensorView& y) {
-  if (cuda::convolve(context, {ConvolutionKind::forward, x, w, y, g.stride, g.padding, g.math}))
+  const ProductMath math = math_for(g.math, w.sizes[0], w.sizes[1]);
+  if (cuda::convolve(context, {ConvolutionKind::forward, x, w, y, g.stride, g.padding, math})) {
     return;
+  }
   convolution_of(context).forward(x, w, g.stride, g.padding, y);
 }
 
@@ -100,12 +110,13 @@ void convolve(const Context& context, const TensorView& x, const TensorView& w, 
 void convolve_back(const Context& context, const TensorView& dy, const TensorView& x,
                    const TensorView& w, const Geometry& g, TensorView dx, TensorView dw) {
   using enum ConvolutionKind;
+  const ProductMath math = math_for(g.math, w.sizes[0], w.sizes[1]);
   if (dx.defined() &&
-      cuda::convolve(context, {data_gradient, dx, w, dy, g.stride, g.padding, g.math})) {
+      cuda::convolve(context, {data_gradient, dx, w, dy, g.stride, g.padding, math})) {
     dx = {};
   }
   if (dw.defined() &&
-      cuda::convolve(context, {weight_gradient, x, dw, dy, g.stride, g.padding, g.math})) {
+      cuda::convolve(context, {weight_gradient, x, dw, dy, g.stride, g.padding, math})) {
     dw = {};
   }
   if (!dx.defined() && !dw.defined()) return;
@@ -119,21 +130,20 @@ std::string forward_declines(const Context& context, const LiConvForward&) {
 void forward_run(const Context& context, const LiConvForward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return;
-  const ProductMath math = with_environment(call.math);
   const TensorView y = as_matrix(call.y);
   bool add = false;
   if (call.m.defined()) {
     if (is_matrix_of_pixels(call.m, call.stride)) {
       multiply(context, call.math, as_matrix(call.m), transposed(call.previous), y);
     } else {
-      convolve(context, call.m, as_kernel(call.previous), {call.stride, 0, math}, call.y);
+      convolve(context, call.m, as_kernel(call.previous), {call.stride, 0, call.math}, call.y);
     }
     add = true;
   }
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    convolve(context, stream.x, stream.w, {call.stride, call.padding, math}, u);
+    convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
     multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, {add});
     add = true;
   }
@@ -166,12 +176,11 @@ std::string one_pass_yields(const Context&, const LiConvForward& call) {
 void one_pass_run(const Context& context, const LiConvForward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return;
-  const ProductMath math = with_environment(call.math);
   Integration all{};
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    convolve(context, stream.x, stream.w, {call.stride, call.padding, math}, u);
+    convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
     all.source[all.sources++] = {u.data, stream.mix.data, static_cast<int>(s.k)};
   }
   all.y = call.y.data;
@@ -226,9 +235,8 @@ void integrated_gradients(const Context& context, const LiConvBackward& call) {
   const bool pixels =
       is_matrix_of_pixels(call.m, call.stride) && (!call.dm.defined() || is_channels_last(call.dm));
   if (!pixels) {
-    convolve_back(context, call.dy, call.m, as_kernel(call.previous),
-                  {call.stride, 0, with_environment(call.math)}, call.dm,
-                  as_kernel(call.dprevious));
+    convolve_back(context, call.dy, call.m, as_kernel(call.previous), {call.stride, 0, call.math},
+                  call.dm, as_kernel(call.dprevious));
     return;
   }
   const TensorView dy = as_matrix(call.dy);
@@ -241,43 +249,55 @@ void integrated_gradients(const Context& context, const LiConvBackward& call) {
   }
 }
 
-/// Elements from one stream's mix to the next one's. Nothing if they do not follow each other
-/// evenly, or if a matrix, or a stream of g, does not begin at a multiple of 16 bytes from another.
-std::optional<Index> step_of_mix(const LiConvBackward& call, const TensorView& g) {
-  const auto count = static_cast<Index>(call.streams.size());
-  if (count == 1) return std::nullopt;
-  const Index size = size_of(g.dtype), d = call.dy.sizes[1], k = g.sizes[2];
-  const auto address = [&](Index i) {
+/// Whether one GEMM computes the gradients of all streams: every matrix must begin at a multiple of
+/// 16 bytes from the others. Only sizes decide. If addresses did, equal models at other addresses
+/// would give other bits.
+bool takes_all_streams(const LiConvBackward& call) {
+  const Index size = size_of(call.u.dtype), d = call.dy.sizes[1], k = call.u.sizes[2];
+  return call.streams.size() > 1 && d * size % kVectorBytes == 0 && k * size % kVectorBytes == 0;
+}
+
+/// Bytes from one stream's mix to the next one's, if they follow each other evenly.
+std::optional<Index> step_of_mix(const LiConvBackward& call) {
+  const TensorView& mix = call.streams[0].mix;
+  const auto address = [&](std::size_t i) {
     return reinterpret_cast<std::intptr_t>(call.streams[i].mix.data);
   };
   const Index step = address(1) - address(0);
-  if (step < d * k * size) return std::nullopt;
-  for (Index i = 2; i < count; ++i) {
+  if (step < mix.numel() * size_of(mix.dtype) || step % kVectorBytes != 0) return std::nullopt;
+  for (std::size_t i = 2; i < call.streams.size(); ++i) {
     if (address(i) - address(i - 1) != step) return std::nullopt;
   }
-  for (const Index bytes : {step, g.strides[0] * size, d * size, k * size}) {
-    if (bytes % kVectorBytes != 0) return std::nullopt;
-  }
-  return step / size;
+  return step;
 }
 
 /// The gradients of all streams before their convolutions, g_s = du_s + dy mix_s, by one GEMM.
-void add_all_gradients(const Context& context, const LiConvBackward& call, Index step_of_mix,
-                       const TensorView& g) {
+void add_all_gradients(const Context& context, const LiConvBackward& call, const TensorView& g) {
+  TensorView mix = call.streams[0].mix;
+  const auto count = static_cast<Index>(call.streams.size());
+  const Index bytes = mix.numel() * size_of(mix.dtype);
+  const std::optional<Index> step = step_of_mix(call);
+  const Scratch<char> evenly(context, step.has_value() ? 0 : count * bytes);
+  for (Index i = 0; !step.has_value() && i < count; ++i) {
+    check_cuda(cudaMemcpyAsync(evenly.data() + i * bytes, call.streams[i].mix.data, bytes,
+                               cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(context.stream)),
+               "copying a mix");
+  }
+  if (!step.has_value()) mix.data = evenly.data();
   const TensorView first = as_matrix(stream_of(g, 0));
   Product p{};
   p.rows = first.sizes[0];
   p.columns = first.sizes[1];
   p.inner = call.dy.sizes[1];
   p.a = matrix_of(as_matrix(call.dy));
-  p.b = matrix_of(call.streams[0].mix);
+  p.b = matrix_of(mix);
   p.d = matrix_of(first);
   p.dtype = g.dtype;
-  p.math = with_environment(call.math);
+  p.math = math_for(call.math, p.columns, p.inner);
   p.add = call.du.defined();
   p.c = call.du.data;
-  p.count = static_cast<int>(call.streams.size());
-  p.b_step = step_of_mix;
+  p.count = static_cast<int>(count);
+  p.b_step = step.value_or(bytes) / size_of(mix.dtype);
   p.d_step = g.strides[0];
   multiply(context, p);
 }
@@ -285,7 +305,6 @@ void add_all_gradients(const Context& context, const LiConvBackward& call, Index
 void backward_run(const Context& context, const LiConvBackward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return clear(context, call);
-  const ProductMath math = with_environment(call.math);
   const TensorView dy = as_matrix(call.dy);
   const auto needs_g = [](const LiConvStream& each) {
     return each.dx.defined() || each.dw.defined();
@@ -294,10 +313,10 @@ void backward_run(const Context& context, const LiConvBackward& call) {
   const Index bytes = call.u.numel() * size_of(call.u.dtype);
   std::optional<Scratch<char>> memory;
   TensorView together = call.u;
-  if (const auto step = step_of_mix(call, call.u); all && step.has_value()) {
+  if (all && takes_all_streams(call)) {
     memory.emplace(context, bytes);
     together.data = memory->data();
-    add_all_gradients(context, call, *step, together);
+    add_all_gradients(context, call, together);
   }
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
@@ -316,7 +335,7 @@ void backward_run(const Context& context, const LiConvBackward& call) {
       if (call.du.defined()) du = {true, stream_of(call.du, i).data};
       multiply(context, call.math, dy, stream.mix, as_matrix(g), du);
     }
-    convolve_back(context, g, stream.x, stream.w, {call.stride, call.padding, math}, stream.dx,
+    convolve_back(context, g, stream.x, stream.w, {call.stride, call.padding, call.math}, stream.dx,
                   stream.dw);
   }
   memory.reset();

@@ -3,11 +3,10 @@
 // Memory: each stream is read once for every 64 or 128 columns of y, y is written once.
 // Bound by memory bandwidth up to 128 channels, by the tensor cores above.
 
-#include "cuda/autoencoder/mma_registers.cuh"
-#include "cuda/autoencoder/mma_shared.cuh"
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/li_conv/integrate.h"
+#include "cuda/mma.cuh"
 #include "cuda/vector.cuh"
 
 namespace fusewise::cuda {
@@ -112,21 +111,20 @@ __global__ void __launch_bounds__(kThreads, 2)
       unsigned left[kRowParts][4];
 #pragma unroll
       for (int i = 0; i < kRowParts; ++i) {
-        autoencoder::load_matrices(left[i],
-                                   a + place_of(warp_row + i * 16 + lane % 16, 2 * k + lane / 16));
+        load_matrices(left[i], a + place_of(warp_row + i * 16 + lane % 16, 2 * k + lane / 16));
       }
 #pragma unroll
       for (int j = 0; j < kColumnParts; j += 2) {
         unsigned right[4];  // of two parts, each 16 deep
         const int column = warp_column + j * 8 + lane / 16 * 8 + lane % 8;
-        autoencoder::load_matrices(right, b + place_of(column, 2 * k + lane / 8 % 2));
+        load_matrices(right, b + place_of(column, 2 * k + lane / 8 % 2));
 #pragma unroll
         for (int i = 0; i < kRowParts; ++i) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float (&c)[4] = sums[i][j + half];
-            autoencoder::mma_halves(T{}, c[0], c[1], c[2], c[3], left[i][0], left[i][1], left[i][2],
-                                    left[i][3], right[2 * half], right[2 * half + 1]);
+            mma_halves(T{}, c[0], c[1], c[2], c[3], left[i][0], left[i][1], left[i][2], left[i][3],
+                       right[2 * half], right[2 * half + 1]);
           }
         }
       }

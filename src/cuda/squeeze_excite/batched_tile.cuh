@@ -11,6 +11,7 @@
 #include "cuda/cluster.cuh"
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/mma.cuh"
 #include "cuda/squeeze_excite/batched_plan.h"
 #include "cuda/vector.cuh"
 
@@ -90,10 +91,7 @@ __device__ __forceinline__ Split split(float value) {
 
 __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4],
                                          const unsigned (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  mma_tf32(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], b[0], b[1]);
 }
 
 /// Where a block works.
