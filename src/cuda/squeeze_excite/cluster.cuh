@@ -9,8 +9,6 @@ namespace fusewise::cuda {
 
 std::string cluster_declines(const Context& context, const SqueezeExciteForward& call);
 std::string cluster_declines(const Context& context, const SqueezeExciteBackward& call);
-/// Why two_pass is expected to be faster. The caller checks whether two_pass can take the call.
-std::string cluster_yields(const Context& context, const SqueezeExciteBackward& call);
 /// Approximate time in microseconds of a call that it takes.
 double cluster_expected_time(const Context& context, const SqueezeExciteForward& call);
 double cluster_expected_time(const Context& context, const SqueezeExciteBackward& call);

@@ -98,17 +98,6 @@ TEST_F(CudaSqueezeExcite, BadArgumentsOfBackwardAreNamed) {
   gpu.fetch({});  // no output was touched
 }
 
-TEST_F(CudaSqueezeExcite, ClustersYieldToNobodyWhoDeclines) {
-  if (!has_clusters()) GTEST_SKIP() << "clusters of blocks need compute capability 9.0";
-  SqueezeExcite few = make({1, 2048, 64, 32, 32}, DType::f16, Layout::channels_last);
-  OnGpu gpu(few, {});
-  const Candidates list = explain(on_gpu(), gpu.backward());
-  EXPECT_EQ(list[2].name, "two_pass");
-  EXPECT_NE(list[2].declined, "");
-  EXPECT_EQ(list[1].name, "cluster");
-  EXPECT_TRUE(list[1].chosen) << list[1].declined;
-}
-
 TEST_F(CudaSqueezeExcite, WhoIsForcedAndDeclinesSaysWhy) {
   SqueezeExcite wide = make({2, 8, 3, 4, 5}, DType::f64);
   OnGpu gpu(wide, kForwardOutputs);
