@@ -13,7 +13,18 @@ from optimize_models import inject
 __all__ = ["inject"]
 
 STEPS, CLASSES, SIZE = 6, 4, 32
+
 FUSED = {"resnet18": BatchNormAct2d, "mobilenet_v3_small": BatchNormAct2d, "vit": MLP}
+
+
+@pytest.fixture(autouse=True)
+def _exact_convolutions():
+    """TF32, and sums in another order each time, would be more noise than a wrong gradient."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision, cudnn.deterministic
+    cudnn.conv.fp32_precision, cudnn.deterministic = "ieee", True
+    yield
+    cudnn.conv.fp32_precision, cudnn.deterministic = before
 
 
 class Wrong(torch.autograd.Function):
