@@ -190,6 +190,39 @@ def test_one_pass_integrates_as_gemms_do(size, channels, stride, dtype):
     assert report.passed, str(report)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("channels", [(64, 64), (64, 128), (128, 192), (256, 512)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1, 1), (3, 13, 11), (5, 104, 74)], ids=str)
+def test_one_pass_gradients_of_the_integration(size, channels, stride, dtype):
+    """Of three streams, one of which does not need it, and of the integrated stream before."""
+    n, h, w = size
+    c, k = channels
+    torch.manual_seed(0)
+    x = torch.randn(4, n, h, w, c, device="cuda", dtype=dtype).movedim(-1, 2)
+    weights = [torch.randn(k, c, 1, 1, device="cuda", dtype=dtype) / 8 for _ in range(3)]
+    mix = [torch.randn(k, k, device="cuda", dtype=dtype) for _ in range(3)]
+    previous = torch.randn(k, c, device="cuda", dtype=dtype)
+    learned = [t.requires_grad_() for t in (mix[0], mix[2], previous)]
+    results = {}
+    for name in ("one_pass", "accumulate"):
+        with fusewise.implementation(li_conv_backward=name):
+            y = li_conv(x, weights, mix, previous, stride=stride)
+            dy = torch.randn(y.shape, generator=torch.manual_seed(1)).to(y)
+            results[name] = torch.autograd.grad(y, learned, dy, retain_graph=True)
+            again = torch.autograd.grad(y, learned, dy)
+        assert all(map(same_bits, results[name], again))
+    images = [y[0], y[2], x[3][..., ::stride, ::stride]]
+    for image, *both in zip(images, *results.values(), strict=True):
+        right, terms = (
+            torch.einsum("ndhw,nkhw->dk", change(dy[3]), change(image.detach()))
+            for change in (torch.Tensor.double, lambda t: t.double().abs())
+        )
+        allowed = scale(largest(right), largest(terms), 0, dtype)
+        report = compare("gradient", *both, right, allowed, computed_in=dtype)
+        assert report.passed, str(report)
+
+
 def test_one_pass_declines_and_yields():
     def record(c, k, dtype=torch.float16):
         x = [torch.randn(2, c, 8, 8, device="cuda", dtype=dtype)]

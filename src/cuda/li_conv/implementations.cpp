@@ -1,8 +1,9 @@
 // LINet's convolution on CUDA. cuDNN computes the convolutions, or the context where there is no
 // cuDNN or it has no suitable algorithm. The integration forward: `one_pass` reads every stream
 // once and writes y once; `accumulate` has a GEMM per stream, each of which adds to y. Backward,
-// the streams' gradients are added to GEMMs with dy; u and dy are read once for each GEMM. Bound by
-// the convolutions.
+// the streams' gradients are added to GEMMs with dy. The gradients of the integration's weights are
+// GEMMs too, each of which reads dy, or with `one_pass` one kernel of ours. Bound by the
+// convolutions.
 
 #include <cuda_runtime_api.h>
 
@@ -20,6 +21,7 @@
 #include "cuda/gemm/product.h"
 #include "cuda/gemm/tuning.h"
 #include "cuda/li_conv/integrate.h"
+#include "cuda/li_conv/weight_gradients.h"
 
 namespace fusewise::cuda {
 namespace {
@@ -153,8 +155,9 @@ void forward_run(const Context& context, const LiConvForward& call) {
 constexpr Index kFewChannels = 128;
 constexpr Index kMostRows = Index{1} << 31;
 
-std::string one_pass_declines(const Context& context, const LiConvForward& call) {
-  if (const std::string reason = needs_convolution(context); !reason.empty()) return reason;
+/// Why our own kernels for the integration do not take a call; empty if they do.
+template <typename Call>
+std::string own_kernels_decline(const Call& call, std::initializer_list<const void*> addresses) {
   const LiConvSizes s = check_sizes(call);
   if (size_of(s.dtype) != 2) return "x is not half precision";
   if (s.k % kIntegrationStep != 0 || s.d % kIntegrationStep != 0 || s.e % kIntegrationStep != 0) {
@@ -163,10 +166,28 @@ std::string one_pass_declines(const Context& context, const LiConvForward& call)
   if (s.streams + 1 > kMostSources) return "there are too many streams";
   if (call.m.defined() && !is_channels_last(call.m)) return "m is not channels-last";
   if (s.pixels() >= kMostRows || s.n * s.h * s.w >= kMostRows) return "there are too many pixels";
-  bool aligned = is_aligned(call.u.data) && is_aligned(call.y.data) && is_aligned(call.m.data) &&
-                 is_aligned(call.previous.data);
-  for (const LiConvStream& stream : call.streams) aligned = aligned && is_aligned(stream.mix.data);
+  bool aligned = is_aligned(call.u.data) && is_aligned(call.m.data);
+  for (const void* each : addresses) aligned = aligned && is_aligned(each);
+  for (const LiConvStream& stream : call.streams) {
+    aligned = aligned && is_aligned(stream.mix.data) && is_aligned(stream.dmix.data);
+  }
   return aligned ? "" : "a tensor is not aligned to 16 bytes";
+}
+
+/// Where source `index`, the integrated stream before, has the pixels of y.
+StridedImage strided_image(const LiConvSizes& s, Index stride, int index) {
+  if (stride == 1) return {};
+  return {index,
+          static_cast<unsigned>(s.h * s.w),
+          static_cast<unsigned>(s.w),
+          static_cast<unsigned>(stride),
+          static_cast<unsigned>(s.p * s.q),
+          static_cast<unsigned>(s.q)};
+}
+
+std::string one_pass_declines(const Context& context, const LiConvForward& call) {
+  if (const std::string reason = needs_convolution(context); !reason.empty()) return reason;
+  return own_kernels_decline(call, {call.y.data, call.previous.data});
 }
 
 std::string one_pass_yields(const Context&, const LiConvForward& call) {
@@ -186,16 +207,8 @@ void one_pass_run(const Context& context, const LiConvForward& call) {
   all.y = call.y.data;
   all.rows = static_cast<unsigned>(s.pixels());
   all.columns = static_cast<int>(s.d);
-  all.strided = -1;
   if (call.m.defined()) {
-    if (call.stride > 1) {
-      all.strided = all.sources;
-      all.image_pixels = static_cast<unsigned>(s.h * s.w);
-      all.image_width = static_cast<unsigned>(s.w);
-      all.stride = static_cast<unsigned>(call.stride);
-      all.y_pixels = static_cast<unsigned>(s.p * s.q);
-      all.y_width = static_cast<unsigned>(s.q);
-    }
+    all.strided = strided_image(s, call.stride, all.sources);
     all.source[all.sources++] = {call.m.data, call.previous.data, static_cast<int>(s.e)};
   }
   integrate(context, s.dtype, all);
@@ -229,8 +242,9 @@ void clear(const Context& context, const LiConvBackward& call) {
   }
 }
 
-/// The gradients of m and previous.
-void integrated_gradients(const Context& context, const LiConvBackward& call) {
+/// The gradients of m and, unless it is computed elsewhere, of previous.
+void integrated_gradients(const Context& context, LiConvBackward call, bool with_previous) {
+  if (!with_previous) call.dprevious = {};
   if (!call.dm.defined() && !call.dprevious.defined()) return;
   const bool pixels =
       is_matrix_of_pixels(call.m, call.stride) && (!call.dm.defined() || is_channels_last(call.dm));
@@ -302,9 +316,30 @@ void add_all_gradients(const Context& context, const LiConvBackward& call, const
   multiply(context, p);
 }
 
-void backward_run(const Context& context, const LiConvBackward& call) {
+/// The gradients of mix and previous, by our own kernel.
+void own_weight_gradients(const Context& context, const LiConvBackward& call,
+                          const LiConvSizes& s) {
+  WeightGradients all{};
+  all.dy = call.dy.data;
+  all.rows = static_cast<unsigned>(s.pixels());
+  all.columns = static_cast<int>(s.d);
+  for (Index i = 0; i < s.streams; ++i) {
+    const TensorView& dmix = call.streams[i].dmix;
+    if (!dmix.defined()) continue;
+    all.source[all.sources++] = {stream_of(call.u, i).data, dmix.data, static_cast<int>(s.k)};
+  }
+  if (call.dprevious.defined()) {
+    all.strided = strided_image(s, call.stride, all.sources);
+    all.source[all.sources++] = {call.m.data, call.dprevious.data, static_cast<int>(s.e)};
+  }
+  weight_gradients(context, s.dtype, all);
+}
+
+/// `own_kernel`: for the gradients of mix and previous.
+void run_backward(const Context& context, const LiConvBackward& call, bool own_kernel) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return clear(context, call);
+  if (own_kernel) own_weight_gradients(context, call, s);
   const TensorView dy = as_matrix(call.dy);
   const auto needs_g = [](const LiConvStream& each) {
     return each.dx.defined() || each.dw.defined();
@@ -321,7 +356,7 @@ void backward_run(const Context& context, const LiConvBackward& call) {
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    if (stream.dmix.defined()) {
+    if (stream.dmix.defined() && !own_kernel) {
       multiply(context, call.math, transposed(dy), as_matrix(u), stream.dmix, {}, BatchSize::inner);
     }
     if (!needs_g(stream)) continue;
@@ -339,7 +374,20 @@ void backward_run(const Context& context, const LiConvBackward& call) {
                   stream.dw);
   }
   memory.reset();
-  integrated_gradients(context, call);
+  integrated_gradients(context, call, !own_kernel);
+}
+
+void backward_run(const Context& context, const LiConvBackward& call) {
+  run_backward(context, call, false);
+}
+
+std::string one_pass_backward_declines(const Context& context, const LiConvBackward& call) {
+  if (const std::string reason = backward_declines(context, call); !reason.empty()) return reason;
+  return own_kernels_decline(call, {call.dy.data, call.dprevious.data});
+}
+
+void one_pass_backward_run(const Context& context, const LiConvBackward& call) {
+  run_backward(context, call, true);
 }
 
 }  // namespace
@@ -353,6 +401,7 @@ Implementations<LiConvForward> li_conv_forward() {
 
 Implementations<LiConvBackward> li_conv_backward() {
   static constexpr Implementation<LiConvBackward> list[] = {
+      {"one_pass", one_pass_backward_declines, one_pass_backward_run},
       {"accumulate", backward_declines, backward_run}};
   return list;
 }
