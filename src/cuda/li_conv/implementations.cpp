@@ -8,6 +8,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,6 +22,7 @@
 #include "cuda/gemm/product.h"
 #include "cuda/gemm/tuning.h"
 #include "cuda/li_conv/integrate.h"
+#include "cuda/li_conv/unfolded.h"
 #include "cuda/li_conv/weight_gradients.h"
 
 namespace fusewise::cuda {
@@ -99,10 +101,13 @@ struct Geometry {
   ProductMath math;
 };
 
+std::array<std::int64_t, 2> both(std::int64_t value) { return {value, value}; }
+
 void convolve(const Context& context, const TensorView& x, const TensorView& w, const Geometry& g,
               const TensorView& y) {
   const ProductMath math = math_for(g.math, w.sizes[0], w.sizes[1]);
-  if (cuda::convolve(context, {ConvolutionKind::forward, x, w, y, g.stride, g.padding, math})) {
+  if (cuda::convolve(context,
+                     {ConvolutionKind::forward, x, w, y, both(g.stride), both(g.padding), math})) {
     return;
   }
   convolution_of(context).forward(x, w, g.stride, g.padding, y);
@@ -114,11 +119,11 @@ void convolve_back(const Context& context, const TensorView& dy, const TensorVie
   using enum ConvolutionKind;
   const ProductMath math = math_for(g.math, w.sizes[0], w.sizes[1]);
   if (dx.defined() &&
-      cuda::convolve(context, {data_gradient, dx, w, dy, g.stride, g.padding, math})) {
+      cuda::convolve(context, {data_gradient, dx, w, dy, both(g.stride), both(g.padding), math})) {
     dx = {};
   }
-  if (dw.defined() &&
-      cuda::convolve(context, {weight_gradient, x, dw, dy, g.stride, g.padding, math})) {
+  if (dw.defined() && cuda::convolve(context, {weight_gradient, x, dw, dy, both(g.stride),
+                                               both(g.padding), math})) {
     dw = {};
   }
   if (!dx.defined() && !dw.defined()) return;
@@ -133,6 +138,7 @@ void forward_run(const Context& context, const LiConvForward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return;
   const TensorView y = as_matrix(call.y);
+  UnfoldedStreams unfolded(context, call.streams, s, {call.stride, call.padding}, false);
   bool add = false;
   if (call.m.defined()) {
     if (is_matrix_of_pixels(call.m, call.stride)) {
@@ -145,7 +151,9 @@ void forward_run(const Context& context, const LiConvForward& call) {
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
+    if (!unfolded.convolve(i, with_environment(call.math), u)) {
+      convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
+    }
     multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, {add});
     add = true;
   }
@@ -198,10 +206,13 @@ void one_pass_run(const Context& context, const LiConvForward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return;
   Integration all{};
+  UnfoldedStreams unfolded(context, call.streams, s, {call.stride, call.padding}, false);
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
+    if (!unfolded.convolve(i, with_environment(call.math), u)) {
+      convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
+    }
     all.source[all.sources++] = {u.data, stream.mix.data, static_cast<int>(s.k)};
   }
   all.y = call.y.data;
@@ -353,8 +364,9 @@ void run_backward(const Context& context, const LiConvBackward& call, bool own_k
     together.data = memory->data();
     add_all_gradients(context, call, together);
   }
+  UnfoldedStreams unfolded(context, call.streams, s, {call.stride, call.padding}, true);
   for (Index i = 0; i < s.streams; ++i) {
-    const LiConvStream& stream = call.streams[i];
+    LiConvStream stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
     if (stream.dmix.defined() && !own_kernel) {
       multiply(context, call.math, transposed(dy), as_matrix(u), stream.dmix, {}, BatchSize::inner);
@@ -370,9 +382,11 @@ void run_backward(const Context& context, const LiConvBackward& call, bool own_k
       if (call.du.defined()) du = {true, stream_of(call.du, i).data};
       multiply(context, call.math, dy, stream.mix, as_matrix(g), du);
     }
+    if (unfolded.weight_gradient(i, with_environment(call.math), g, stream.dw)) stream.dw = {};
     convolve_back(context, g, stream.x, stream.w, {call.stride, call.padding, call.math}, stream.dx,
                   stream.dw);
   }
+  unfolded.finish();
   memory.reset();
   integrated_gradients(context, call, !own_kernel);
 }
