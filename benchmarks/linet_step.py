@@ -39,12 +39,13 @@ BUFFERS = 2  # batches in turn
 GRAPHED = "as graphed()"
 PROFILED_STEPS = 3
 
+OURS = "integrate|partial_sums|add_splits"  # GEMMs, as the others of ours are BatchNorm
 # Kinds of kernels, the first match of a name counts.
 KINDS = {
     "layout": r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|tensorTransform|transpose_readWrite",
-    "BatchNorm": r"bn_fw|bn_bw|batch_?norm|^(void )?fusewise::(?!.*(cast|copy|integrate)_kernel)",
+    "BatchNorm": rf"bn_fw|bn_bw|batch_?norm|^(void )?fusewise::(?!.*({OURS}|cast|copy)_kernel)",
     "convolution": r"conv|fprop|dgrad|wgrad|cudnn",
-    "GEMM": r"gemm|cutlass|xmma|nvjet|cublas|splitK|integrate_kernel",
+    "GEMM": rf"gemm|cutlass|xmma|nvjet|cublas|splitK|({OURS})_kernel",
     "copy, cast": r"Memcpy|Memset|copy|cast_kernel|CatArray|FillFunctor",
     "pool": r"pool",
     "elementwise": r"elementwise|foreach|multi_tensor",
@@ -202,6 +203,7 @@ def main() -> None:
         "--cudnn-benchmark", action="store_true", help="torch's own tuning, for all"
     )
     parser.add_argument("--implementation", default="", help="ours, forced: one_pass, accumulate")
+    parser.add_argument("--backward", default="", help="the same for backward")
     parser.add_argument("--names", type=int, default=0, metavar="N", help="list N costly kernels")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=30.0, help="at most, for each model")
@@ -209,7 +211,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_memory()
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
-    with implementation(li_conv=options.implementation):
+    with implementation(li_conv=options.implementation, li_conv_backward=options.backward):
         found = contenders(options)
         verify(found, options)
         facts = measure(found, options)

@@ -39,7 +39,7 @@ FAMILIES = {
     "linet": Family(
         ("linet", "li_conv", "li_batch_norm", "li_blocks", "li_resnet", "im2col"),
         (),
-        uses=("batch_norm", "linear", "autoencoder"),
+        uses=("batch_norm", "linear"),
     ),
     "optimize": Family(
         ("optimize", "rewrite"),

@@ -57,10 +57,11 @@ class Inputs {
           "], because all streams are packed into one tensor, got ", first);
   }
 
-  /// Replaces float32 weights beside half-precision x by copies in x's type.
-  void cast_weights(const Context& context, const Tensor& like) {
+  /// Replaces float32 weights beside half-precision x by copies in x's type, and returns them.
+  /// `made`: what this has returned for the same inputs.
+  Tensor cast_weights(const Context& context, const Tensor& like,
+                      const std::optional<Tensor>& made = std::nullopt) {
     const DType dtype = streams_[0].x.dtype;
-    if (!is_half(dtype)) return;
     std::vector<TensorView*> found;
     const auto look_at = [&](TensorView& weight) {
       if (!weight.defined() || weight.dtype != DType::f32) return;
@@ -68,17 +69,25 @@ class Inputs {
       // The core's checks name a weight on another device.
       if (weight.device == context.device && weight.numel() > 0) found.push_back(&weight);
     };
-    for (LiConvStream& stream : streams_) look_at(stream.mix);  // evenly spaced: see the core
-    look_at(previous_);
-    for (LiConvStream& stream : streams_) look_at(stream.w);
+    if (is_half(dtype)) {
+      for (LiConvStream& stream : streams_) look_at(stream.mix);  // evenly spaced: see the core
+      look_at(previous_);
+      for (LiConvStream& stream : streams_) look_at(stream.w);
+    }
     constexpr std::int64_t kAlignment = 128;  // elements, 256 bytes
     std::int64_t total = 0;
     for (const TensorView* weight : found) {
       total += (weight->numel() + kAlignment - 1) / kAlignment * kAlignment;
     }
-    if (total == 0) return;
-    auto* memory = static_cast<char*>(
-        copies_.emplace_back(new_dense(like, dtype, {total})).mutable_data_ptr());
+    if (made.has_value()) {
+      const TensorView view = view_of("cast", *made);
+      check(view.rank == 1 && view.sizes[0] == total && view.strides[0] == 1 &&
+                view.dtype == dtype && view.device == context.device,
+            "cast: expected what forward returned");
+    }
+    const Tensor result = made.has_value() ? *made : new_dense(like, dtype, {total});
+    copies_.push_back(result);
+    auto* memory = static_cast<char*>(result.mutable_data_ptr());
     std::vector<CastPair> pairs;
     for (TensorView* weight : found) {
       TensorView from = *weight;
@@ -91,7 +100,8 @@ class Inputs {
       memory += (weight->numel() + kAlignment - 1) / kAlignment * kAlignment * size_of(dtype);
       pairs.push_back({from, *weight});
     }
-    cast_all(context, pairs);
+    if (!made.has_value()) cast_all(context, pairs);
+    return result;
   }
 
   std::vector<LiConvStream>& streams() { return streams_; }
@@ -199,19 +209,19 @@ void set_options(Call& call, Inputs& inputs, std::int64_t stride, std::int64_t p
   call.implementation = implementation;
 }
 
-/// Returns the result, and u unless the result contains it.
-std::tuple<Tensor, Tensor> li_conv_forward(const std::vector<Tensor>& x,
-                                           const std::vector<Tensor>& weights,
-                                           const std::vector<Tensor>& mix,
-                                           const std::optional<Tensor>& previous,
-                                           std::int64_t stride, std::int64_t padding, bool packed,
-                                           bool tf32, bool reduced_sums, bool tune,
-                                           const Text& implementation) {
+/// Returns the result, u unless the result contains it, and the copies of float32 weights.
+std::tuple<Tensor, Tensor, Tensor> li_conv_forward(const std::vector<Tensor>& x,
+                                                   const std::vector<Tensor>& weights,
+                                                   const std::vector<Tensor>& mix,
+                                                   const std::optional<Tensor>& previous,
+                                                   std::int64_t stride, std::int64_t padding,
+                                                   bool packed, bool tf32, bool reduced_sums,
+                                                   bool tune, const Text& implementation) {
   check(!x.empty(), "x: expected at least one tensor");
   const Tensor& first = x[0];
   const CallContext context(first);
   Inputs inputs(x, weights, mix, previous, packed);
-  inputs.cast_weights(context.get(), first);
+  const Tensor cast = inputs.cast_weights(context.get(), first);
   LiConvForward call;
   set_options(call, inputs, stride, padding, {tf32, reduced_sums, tune}, implementation);
   const ResultSizes s(call);
@@ -223,14 +233,14 @@ std::tuple<Tensor, Tensor> li_conv_forward(const std::vector<Tensor>& x,
     call.u = first_streams(view, s.streams);
     call.y = stream_of(view, s.streams);
     li_conv(context.get(), call);
-    return {all, new_dense(first, view.dtype, {0})};
+    return {all, new_dense(first, view.dtype, {0}), cast};
   }
   auto [u, u_view] = new_image(first, channels_last_view(stream, {s.streams, s.n, s.k, s.p, s.q}));
   auto [y, y_view] = new_image(first, channels_last_view(stream, {s.n, s.d, s.p, s.q}));
   call.u = u_view;
   call.y = y_view;
   li_conv(context.get(), call);
-  return {y, u};
+  return {y, u, cast};
 }
 
 /// Hands out the results of backward: those that are not wanted are empty.
@@ -284,21 +294,19 @@ class Gradients {
   std::vector<CastPair> casts_;
 };
 
-/// `u` is what forward returned: the packed result, or the separate u. Returns the gradients of x,
-/// weights, mix and previous, in the order of `needs`.
-std::vector<Tensor> li_conv_backward(const Tensor& gradient, const Tensor& u,
-                                     const std::vector<Tensor>& x,
-                                     const std::vector<Tensor>& weights,
-                                     const std::vector<Tensor>& mix,
-                                     const std::optional<Tensor>& previous, std::int64_t stride,
-                                     std::int64_t padding, bool packed,
-                                     const std::vector<std::int64_t>& needs, bool tf32,
-                                     bool reduced_sums, bool tune, const Text& implementation) {
+/// `u` is what forward returned: the packed result, or the separate u. So is `cast`. Returns the
+/// gradients of x, weights, mix and previous, in the order of `needs`.
+std::vector<Tensor> li_conv_backward(
+    const Tensor& gradient, const Tensor& u, const std::optional<Tensor>& cast,
+    const std::vector<Tensor>& x, const std::vector<Tensor>& weights,
+    const std::vector<Tensor>& mix, const std::optional<Tensor>& previous, std::int64_t stride,
+    std::int64_t padding, bool packed, const std::vector<std::int64_t>& needs, bool tf32,
+    bool reduced_sums, bool tune, const Text& implementation) {
   check(!x.empty(), "x: expected at least one tensor");
   const Tensor& first = x[0];
   const CallContext context(first);
   Inputs inputs(x, weights, mix, previous, packed);
-  inputs.cast_weights(context.get(), first);
+  inputs.cast_weights(context.get(), first, cast);
   std::vector<LiConvStream>& streams = inputs.streams();
   const auto count = static_cast<std::int64_t>(streams.size());
   check(needs.size() == x.size() + 2 * streams.size() + 1, "needs: expected ",

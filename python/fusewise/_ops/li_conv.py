@@ -17,15 +17,16 @@ li_conv_explain = torch.ops.fusewise._li_conv_explain.default
 @torch.library.register_fake("fusewise::_li_conv")
 def _(x, weights, mix, previous, stride, padding, packed, *_):
     n, k, d, p, q = check_li_conv(x, weights, mix, previous, stride, padding, packed)
+    cast = x[0].new_empty(_cast_elements(x[0], [*weights, *mix, previous]))
     if packed:
         y = _channels_last(x[0], (len(weights) + 1, n, k, p, q))
-        return y, x[0].new_empty(0)
+        return y, x[0].new_empty(0), cast
     y = _channels_last(x[0], (n, d, p, q))
-    return y, _channels_last(x[0], (len(weights), n, k, p, q))
+    return y, _channels_last(x[0], (len(weights), n, k, p, q)), cast
 
 
 @torch.library.register_fake("fusewise::_li_conv_backward")
-def _(gradient, u, x, weights, mix, previous, stride, padding, packed, needs, *_):
+def _(gradient, u, cast, x, weights, mix, previous, stride, padding, packed, needs, *_):
     images = [_channels_last(t, t.shape) if t.dim() == 5 else torch.empty_like(t) for t in x]
     kernels = [t.new_empty(t.shape) for t in (*mix, x[0] if previous is None else previous)]
     found = [*images, *(torch.empty_like(w) for w in weights), *kernels]
@@ -126,6 +127,14 @@ def _check_weight(name, tensor, first):
         _check_device(name, tensor, first.device)
     else:
         _check_kind(name, tensor, first)
+
+
+def _cast_elements(image, weights):
+    """Of the copies of float32 weights beside half-precision images."""
+    if image.dtype not in (torch.float16, torch.bfloat16):
+        return 0
+    found = (w.numel() for w in weights if w is not None and w.dtype == torch.float32)
+    return sum((count + 127) // 128 * 128 for count in found)
 
 
 def _convolved(image, r, stride, padding, has_m):

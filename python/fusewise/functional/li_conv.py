@@ -83,7 +83,7 @@ def li_conv(
         apply = _LiConv.apply if torch.compiler.is_compiling() else _direct_apply
         y = apply((count, options, math, forced, forced_backward), *tensors)
     else:
-        y, _ = _forward(tensors, count, options, math, forced)
+        y, *_ = _forward(tensors, count, options, math, forced)
     if settings.records is not None:
         _record(tensors, count, options, wants_gradient)
     return y
@@ -93,23 +93,24 @@ class _LiConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *tensors):
         count, options, math, forced, _ = call
-        y, u = _forward(tensors, count, options, math, forced)
+        y, u, cast = _forward(tensors, count, options, math, forced)
         _, _, packed = options
-        ctx.save_for_backward(*tensors, y if packed else u)
+        cast = cast if any(_is_cast(tensors, t) for t in tensors) else None
+        ctx.save_for_backward(*tensors, y if packed else u, cast)
         ctx.call = call
         return y
 
     @staticmethod
     def backward(ctx, gradient):
         count, options, math, _, forced = ctx.call
-        *tensors, u = ctx.saved_tensors
+        *tensors, u, cast = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         if needs_graph():
             return None, *_formula_gradients(tensors, count, options, needed, gradient)
         images, weights, mix, previous = _split(tensors, count)
         try:
             found = _ops.li_conv_backward(
-                gradient, u, images, weights, mix, previous, *options, list(map(int, needed)),
+                gradient, u, cast, images, weights, mix, previous, *options, list(map(int, needed)),
                 *math, forced,
             )  # fmt: skip
         except RuntimeError as error:
@@ -158,6 +159,11 @@ def _cast_image(image):
     if dtype is None or dtype == image.dtype or image.dim() != 4:
         return cast_inputs(image, [])[0]
     return image.to(dtype, memory_format=torch.channels_last)  # the layout of the convolutions
+
+
+def _is_cast(tensors, t) -> bool:
+    """Whether the operator casts one of its tensors."""
+    return tensors[0].dtype in (torch.float16, torch.bfloat16) and _is_float32(t)
 
 
 def _is_float32(t) -> bool:

@@ -47,7 +47,7 @@ std::int64_t alignment_for(const TensorView& t) {
 }
 
 /// Everything that a plan depends on, apart from the GPU and the library.
-using Key = std::array<std::int64_t, 15>;
+using Key = std::array<std::int64_t, 18>;
 
 Key key_of(const ConvolutionCall& c) {
   const TensorView &x = c.image, &w = c.kernel, &y = c.result;
@@ -61,10 +61,13 @@ Key key_of(const ConvolutionCall& c) {
           x.sizes[3],
           w.sizes[0],
           w.sizes[2],
+          w.sizes[3],
           y.sizes[2],
           y.sizes[3],
-          c.stride,
-          c.padding,
+          c.stride[0],
+          c.stride[1],
+          c.padding[0],
+          c.padding[1],
           alignment_for(x) << 16 | alignment_for(w) << 8 | alignment_for(y)};
 }
 
@@ -118,18 +121,17 @@ Names names_of(ConvolutionKind kind) {
 
 /// A graph of one operation.
 Descriptor graph_of(cudnnHandle_t handle, const ConvolutionCall& call) {
-  const std::int64_t ones[] = {1, 1}, strides[] = {call.stride, call.stride},
-                     paddings[] = {call.padding, call.padding};
+  const std::int64_t ones[] = {1, 1};
   const cudnnDataType_t sums = CUDNN_DATA_FLOAT;
   const cudnnConvolutionMode_t mode = CUDNN_CROSS_CORRELATION;
   Descriptor convolution(CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR);
   convolution.set(CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, std::int64_t{2});
   convolution.set(CUDNN_ATTR_CONVOLUTION_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, &sums);
   convolution.set(CUDNN_ATTR_CONVOLUTION_CONV_MODE, CUDNN_TYPE_CONVOLUTION_MODE, &mode);
-  convolution.set(CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, paddings);
-  convolution.set(CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, paddings);
+  convolution.set(CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, call.padding);
+  convolution.set(CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, call.padding);
   convolution.set(CUDNN_ATTR_CONVOLUTION_DILATIONS, ones);
-  convolution.set(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, strides);
+  convolution.set(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, call.stride);
   convolution = convolution.finalized();
 
   const Descriptor image = described(kImage, call.image), kernel = described(kKernel, call.kernel),

@@ -2,6 +2,8 @@
 
 // Convolutions by cuDNN, without bias, dilation and groups.
 
+#include <array>
+
 #include "fusewise/context.h"
 #include "fusewise/linear_act.h"
 
@@ -14,9 +16,9 @@ enum class ConvolutionKind { forward, data_gradient, weight_gradient };
 struct ConvolutionCall {
   ConvolutionKind kind;
   TensorView image;   ///< [N, C, H, W]
-  TensorView kernel;  ///< [K, C, R, R]
+  TensorView kernel;  ///< [K, C, R, S]
   TensorView result;  ///< [N, K, P, Q]
-  std::int64_t stride, padding;
+  std::array<std::int64_t, 2> stride, padding;
   ProductMath math;  ///< TF32, and whether algorithms may be measured
 };
 

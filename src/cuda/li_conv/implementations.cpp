@@ -1,12 +1,14 @@
 // LINet's convolution on CUDA. cuDNN computes the convolutions, or the context where there is no
 // cuDNN or it has no suitable algorithm. The integration forward: `one_pass` reads every stream
 // once and writes y once; `accumulate` has a GEMM per stream, each of which adds to y. Backward,
-// the streams' gradients are added to GEMMs with dy; u and dy are read once for each GEMM. Bound by
-// the convolutions.
+// the streams' gradients are added to GEMMs with dy. The gradients of the integration's weights are
+// GEMMs too, each of which reads dy, or with `one_pass` one kernel of ours. Bound by the
+// convolutions.
 
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,6 +22,8 @@
 #include "cuda/gemm/product.h"
 #include "cuda/gemm/tuning.h"
 #include "cuda/li_conv/integrate.h"
+#include "cuda/li_conv/unfolded.h"
+#include "cuda/li_conv/weight_gradients.h"
 
 namespace fusewise::cuda {
 namespace {
@@ -97,10 +101,13 @@ struct Geometry {
   ProductMath math;
 };
 
+std::array<std::int64_t, 2> both(std::int64_t value) { return {value, value}; }
+
 void convolve(const Context& context, const TensorView& x, const TensorView& w, const Geometry& g,
               const TensorView& y) {
   const ProductMath math = math_for(g.math, w.sizes[0], w.sizes[1]);
-  if (cuda::convolve(context, {ConvolutionKind::forward, x, w, y, g.stride, g.padding, math})) {
+  if (cuda::convolve(context,
+                     {ConvolutionKind::forward, x, w, y, both(g.stride), both(g.padding), math})) {
     return;
   }
   convolution_of(context).forward(x, w, g.stride, g.padding, y);
@@ -112,11 +119,11 @@ void convolve_back(const Context& context, const TensorView& dy, const TensorVie
   using enum ConvolutionKind;
   const ProductMath math = math_for(g.math, w.sizes[0], w.sizes[1]);
   if (dx.defined() &&
-      cuda::convolve(context, {data_gradient, dx, w, dy, g.stride, g.padding, math})) {
+      cuda::convolve(context, {data_gradient, dx, w, dy, both(g.stride), both(g.padding), math})) {
     dx = {};
   }
-  if (dw.defined() &&
-      cuda::convolve(context, {weight_gradient, x, dw, dy, g.stride, g.padding, math})) {
+  if (dw.defined() && cuda::convolve(context, {weight_gradient, x, dw, dy, both(g.stride),
+                                               both(g.padding), math})) {
     dw = {};
   }
   if (!dx.defined() && !dw.defined()) return;
@@ -131,6 +138,7 @@ void forward_run(const Context& context, const LiConvForward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return;
   const TensorView y = as_matrix(call.y);
+  UnfoldedStreams unfolded(context, call.streams, s, {call.stride, call.padding}, false);
   bool add = false;
   if (call.m.defined()) {
     if (is_matrix_of_pixels(call.m, call.stride)) {
@@ -143,7 +151,9 @@ void forward_run(const Context& context, const LiConvForward& call) {
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
+    if (!unfolded.convolve(i, with_environment(call.math), u)) {
+      convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
+    }
     multiply(context, call.math, as_matrix(u), transposed(stream.mix), y, {add});
     add = true;
   }
@@ -153,8 +163,9 @@ void forward_run(const Context& context, const LiConvForward& call) {
 constexpr Index kFewChannels = 128;
 constexpr Index kMostRows = Index{1} << 31;
 
-std::string one_pass_declines(const Context& context, const LiConvForward& call) {
-  if (const std::string reason = needs_convolution(context); !reason.empty()) return reason;
+/// Why our own kernels for the integration do not take a call; empty if they do.
+template <typename Call>
+std::string own_kernels_decline(const Call& call, std::initializer_list<const void*> addresses) {
   const LiConvSizes s = check_sizes(call);
   if (size_of(s.dtype) != 2) return "x is not half precision";
   if (s.k % kIntegrationStep != 0 || s.d % kIntegrationStep != 0 || s.e % kIntegrationStep != 0) {
@@ -163,10 +174,28 @@ std::string one_pass_declines(const Context& context, const LiConvForward& call)
   if (s.streams + 1 > kMostSources) return "there are too many streams";
   if (call.m.defined() && !is_channels_last(call.m)) return "m is not channels-last";
   if (s.pixels() >= kMostRows || s.n * s.h * s.w >= kMostRows) return "there are too many pixels";
-  bool aligned = is_aligned(call.u.data) && is_aligned(call.y.data) && is_aligned(call.m.data) &&
-                 is_aligned(call.previous.data);
-  for (const LiConvStream& stream : call.streams) aligned = aligned && is_aligned(stream.mix.data);
+  bool aligned = is_aligned(call.u.data) && is_aligned(call.m.data);
+  for (const void* each : addresses) aligned = aligned && is_aligned(each);
+  for (const LiConvStream& stream : call.streams) {
+    aligned = aligned && is_aligned(stream.mix.data) && is_aligned(stream.dmix.data);
+  }
   return aligned ? "" : "a tensor is not aligned to 16 bytes";
+}
+
+/// Where source `index`, the integrated stream before, has the pixels of y.
+StridedImage strided_image(const LiConvSizes& s, Index stride, int index) {
+  if (stride == 1) return {};
+  return {index,
+          static_cast<unsigned>(s.h * s.w),
+          static_cast<unsigned>(s.w),
+          static_cast<unsigned>(stride),
+          static_cast<unsigned>(s.p * s.q),
+          static_cast<unsigned>(s.q)};
+}
+
+std::string one_pass_declines(const Context& context, const LiConvForward& call) {
+  if (const std::string reason = needs_convolution(context); !reason.empty()) return reason;
+  return own_kernels_decline(call, {call.y.data, call.previous.data});
 }
 
 std::string one_pass_yields(const Context&, const LiConvForward& call) {
@@ -177,25 +206,20 @@ void one_pass_run(const Context& context, const LiConvForward& call) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return;
   Integration all{};
+  UnfoldedStreams unfolded(context, call.streams, s, {call.stride, call.padding}, false);
   for (Index i = 0; i < s.streams; ++i) {
     const LiConvStream& stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
+    if (!unfolded.convolve(i, with_environment(call.math), u)) {
+      convolve(context, stream.x, stream.w, {call.stride, call.padding, call.math}, u);
+    }
     all.source[all.sources++] = {u.data, stream.mix.data, static_cast<int>(s.k)};
   }
   all.y = call.y.data;
   all.rows = static_cast<unsigned>(s.pixels());
   all.columns = static_cast<int>(s.d);
-  all.strided = -1;
   if (call.m.defined()) {
-    if (call.stride > 1) {
-      all.strided = all.sources;
-      all.image_pixels = static_cast<unsigned>(s.h * s.w);
-      all.image_width = static_cast<unsigned>(s.w);
-      all.stride = static_cast<unsigned>(call.stride);
-      all.y_pixels = static_cast<unsigned>(s.p * s.q);
-      all.y_width = static_cast<unsigned>(s.q);
-    }
+    all.strided = strided_image(s, call.stride, all.sources);
     all.source[all.sources++] = {call.m.data, call.previous.data, static_cast<int>(s.e)};
   }
   integrate(context, s.dtype, all);
@@ -229,8 +253,9 @@ void clear(const Context& context, const LiConvBackward& call) {
   }
 }
 
-/// The gradients of m and previous.
-void integrated_gradients(const Context& context, const LiConvBackward& call) {
+/// The gradients of m and, unless it is computed elsewhere, of previous.
+void integrated_gradients(const Context& context, LiConvBackward call, bool with_previous) {
+  if (!with_previous) call.dprevious = {};
   if (!call.dm.defined() && !call.dprevious.defined()) return;
   const bool pixels =
       is_matrix_of_pixels(call.m, call.stride) && (!call.dm.defined() || is_channels_last(call.dm));
@@ -302,9 +327,30 @@ void add_all_gradients(const Context& context, const LiConvBackward& call, const
   multiply(context, p);
 }
 
-void backward_run(const Context& context, const LiConvBackward& call) {
+/// The gradients of mix and previous, by our own kernel.
+void own_weight_gradients(const Context& context, const LiConvBackward& call,
+                          const LiConvSizes& s) {
+  WeightGradients all{};
+  all.dy = call.dy.data;
+  all.rows = static_cast<unsigned>(s.pixels());
+  all.columns = static_cast<int>(s.d);
+  for (Index i = 0; i < s.streams; ++i) {
+    const TensorView& dmix = call.streams[i].dmix;
+    if (!dmix.defined()) continue;
+    all.source[all.sources++] = {stream_of(call.u, i).data, dmix.data, static_cast<int>(s.k)};
+  }
+  if (call.dprevious.defined()) {
+    all.strided = strided_image(s, call.stride, all.sources);
+    all.source[all.sources++] = {call.m.data, call.dprevious.data, static_cast<int>(s.e)};
+  }
+  weight_gradients(context, s.dtype, all);
+}
+
+/// `own_kernel`: for the gradients of mix and previous.
+void run_backward(const Context& context, const LiConvBackward& call, bool own_kernel) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return clear(context, call);
+  if (own_kernel) own_weight_gradients(context, call, s);
   const TensorView dy = as_matrix(call.dy);
   const auto needs_g = [](const LiConvStream& each) {
     return each.dx.defined() || each.dw.defined();
@@ -318,10 +364,11 @@ void backward_run(const Context& context, const LiConvBackward& call) {
     together.data = memory->data();
     add_all_gradients(context, call, together);
   }
+  UnfoldedStreams unfolded(context, call.streams, s, {call.stride, call.padding}, true);
   for (Index i = 0; i < s.streams; ++i) {
-    const LiConvStream& stream = call.streams[i];
+    LiConvStream stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    if (stream.dmix.defined()) {
+    if (stream.dmix.defined() && !own_kernel) {
       multiply(context, call.math, transposed(dy), as_matrix(u), stream.dmix, {}, BatchSize::inner);
     }
     if (!needs_g(stream)) continue;
@@ -335,11 +382,26 @@ void backward_run(const Context& context, const LiConvBackward& call) {
       if (call.du.defined()) du = {true, stream_of(call.du, i).data};
       multiply(context, call.math, dy, stream.mix, as_matrix(g), du);
     }
+    if (unfolded.weight_gradient(i, with_environment(call.math), g, stream.dw)) stream.dw = {};
     convolve_back(context, g, stream.x, stream.w, {call.stride, call.padding, call.math}, stream.dx,
                   stream.dw);
   }
+  unfolded.finish();
   memory.reset();
-  integrated_gradients(context, call);
+  integrated_gradients(context, call, !own_kernel);
+}
+
+void backward_run(const Context& context, const LiConvBackward& call) {
+  run_backward(context, call, false);
+}
+
+std::string one_pass_backward_declines(const Context& context, const LiConvBackward& call) {
+  if (const std::string reason = backward_declines(context, call); !reason.empty()) return reason;
+  return own_kernels_decline(call, {call.dy.data, call.dprevious.data});
+}
+
+void one_pass_backward_run(const Context& context, const LiConvBackward& call) {
+  run_backward(context, call, true);
 }
 
 }  // namespace
@@ -353,6 +415,7 @@ Implementations<LiConvForward> li_conv_forward() {
 
 Implementations<LiConvBackward> li_conv_backward() {
   static constexpr Implementation<LiConvBackward> list[] = {
+      {"one_pass", one_pass_backward_declines, one_pass_backward_run},
       {"accumulate", backward_declines, backward_run}};
   return list;
 }

@@ -6,15 +6,15 @@
 #include "cuda/copy_async.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/li_conv/integrate.h"
+#include "cuda/li_conv/rows.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/vector.cuh"
 
 namespace fusewise::cuda {
 namespace {
 
-constexpr int kThreads = 256, kRows = 128, kDepth = kIntegrationStep;
-constexpr int kChunk = 8, kChunks = kDepth / kChunk;  // of 16 bytes
-constexpr int kRowsAtOnce = kThreads / kChunks;       // a thread copies one chunk of some rows
+constexpr int kThreads = 256, kRows = 128, kDepth = kRowElements;
+constexpr int kRowsAtOnce = kThreads / kChunks;  // a thread copies one chunk of some rows
 constexpr int kRowsOfAThread = kRows / kRowsAtOnce;
 constexpr int kRowWarps = 4, kColumnWarps = 2;
 constexpr int kWarpRows = kRows / kRowWarps;
@@ -27,11 +27,6 @@ struct Tiles {
   static constexpr int kResultStride = kColumns + kChunk;  // keeps stores off each other's banks
   static_assert(kRows * kResultStride * 2 <= kBytes);
 };
-
-/// Rows of 128 bytes, whose chunks are permuted, so that eight rows of one chunk use all banks.
-__device__ __forceinline__ int place_of(int row, int chunk) {
-  return row * kDepth + (chunk ^ (row & 7)) * kChunk;
-}
 
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -55,11 +50,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const unsigned row = first_row + own_row + j * kRowsAtOnce;
     real[j] = row < call.rows;
     rows[j] = pixels[j] = real[j] ? row : 0;
-    if (call.strided >= 0) {
-      const unsigned image = rows[j] / call.y_pixels, pixel = rows[j] % call.y_pixels;
-      const unsigned p = pixel / call.y_width, q = pixel % call.y_width;
-      pixels[j] = image * call.image_pixels + (p * call.image_width + q) * call.stride;
-    }
+    if (call.strided.source >= 0) pixels[j] = pixel_of(call.strided, rows[j]);
   }
 
   int steps = 0;
@@ -69,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     T* const a = shared + stage * (Tile::kA + Tile::kB);
     T* const b = a + Tile::kA;
     const Integration::Source& source = call.source[next_source];
-    const bool strided = next_source == call.strided;
+    const bool strided = next_source == call.strided.source;
     const int at = next_channel + chunk * kChunk;
 #pragma unroll
     for (int j = 0; j < kRowsOfAThread; ++j) {

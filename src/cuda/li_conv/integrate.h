@@ -7,6 +7,14 @@
 namespace fusewise::cuda {
 
 inline constexpr int kMostSources = 16;
+inline constexpr int kIntegrationStep = 64;
+
+/// The source that is an image of which every step-th pixel is read, in both directions.
+struct StridedImage {
+  int source = -1;  ///< -1: none
+  unsigned pixels = 0, width = 0, step = 1;
+  unsigned y_pixels = 1, y_width = 1;  ///< of an image of y
+};
 
 /// y = sum over sources of rows w^T, for half precision. Every address is a multiple of 16 bytes,
 /// every number of channels a multiple of kIntegrationStep.
@@ -21,13 +29,8 @@ struct Integration {
   void* y;  ///< [rows, columns]
   unsigned rows;
   int columns;
-  /// The source that is an image of which every stride-th pixel is read, and its sizes; -1: none.
-  int strided = -1;
-  unsigned image_pixels = 0, image_width = 0, stride = 1;
-  unsigned y_pixels = 1, y_width = 1;  ///< of an image of y
+  StridedImage strided;
 };
-
-inline constexpr int kIntegrationStep = 64;
 
 void integrate(const Context& context, DType dtype, const Integration& call);
 
