@@ -250,6 +250,12 @@ def test_mistakes(message):
     assert str(raised.value) == message
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_module_blames_x_for_its_channels(training):
+    with pytest.raises(RuntimeError, match="^x: expected 3 channels, got 5$"):
+        BatchNormAct2d(3).train(training)(torch.zeros(2, 5, 4, 4))
+
+
 def test_one_value_per_channel():
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         batch_norm_act(torch.zeros(1, 3, 1, 1), None, None, training=True)

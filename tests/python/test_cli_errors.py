@@ -41,6 +41,7 @@ def fails(capsys, tmp_path, monkeypatch):
             ["bench", "--filter", "nonsense"],
             "no case of squeeze_excite, batch_norm_act, linear_act, mlp, autoencoder that matches",
         ),
+        (["bench", "--filter", "nonsense"], "; --full has more cases"),
         (
             ["bench", "overhead", "mlp"],
             "overhead: takes no other family and no option but --device and --out",

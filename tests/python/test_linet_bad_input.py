@@ -46,6 +46,11 @@ def test_number_of_streams(model, count):
     refused(model, "streams", r"\b3\b", rf"\b{count}\b", streams=x)
 
 
+def test_a_list_of_streams(model):
+    said = ("expected 3 images, got one list", r"call model\(\*images\)$")
+    refused(model, "streams", *said, streams=[images(dtype=torch.float32)])
+
+
 @pytest.mark.parametrize(
     "i, shape, said",
     [

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fusewise
@@ -29,6 +30,12 @@ def found_alone(model):
     _, report = fusewise.optimize(model, draw(IMAGE))
     found = [(row.name, row.pattern, row.result) for row in report.rows]
     return found == [("bn1", "BatchNorm", "swapped")]
+
+
+def reasons(model):
+    """By pattern: why the norm is not swapped in it."""
+    _, report = fusewise.optimize(model, draw(IMAGE))
+    return {row.pattern: row.reason for row in report.rows if row.name == "bn1"}
 
 
 @pytest.mark.parametrize(
@@ -254,7 +261,34 @@ def test_an_activation_that_one_forward_calls_twice(inject):
         def forward(self, x):
             return self.relu(super().forward(x))
 
-    assert found_alone(Twice(nn.Identity()))
+    found = reasons(Twice(nn.Identity()))
+    assert found["BatchNorm"] == ""
+    assert found["BatchNorm + activation"].startswith("relu is called in several places; use a")
+
+
+@pytest.mark.parametrize("act", [F.relu, F.silu, torch.relu, lambda v: v.relu()])
+def test_an_activation_that_is_a_function(inject, act):
+    class Function(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn1 = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return act(self.bn1(x))
+
+    found = reasons(Function())
+    assert found["BatchNorm"] == ""
+    assert "is called as a function; use a module" in found["BatchNorm + activation"]
+
+
+def test_an_activation_that_a_sequential_has_twice(inject):
+    act = nn.ReLU()
+    _, report = fusewise.optimize(
+        nn.Sequential(nn.BatchNorm2d(3), act, nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), act),
+        draw(IMAGE),
+    )
+    found = [(row.name, row.pattern, row.result) for row in report.rows]
+    assert found == [(name, "BatchNorm + activation", "swapped") for name in ("0", "3")]
 
 
 def test_a_norm_whose_result_is_read_twice(inject):

@@ -80,6 +80,13 @@ def test_names_lose_their_middle_and_figures_nothing():
     assert lines(table, 26)[-1] == "a-very-…in-bf16  1234567.8"
 
 
+def test_names_that_would_be_equal_if_cut_are_wrapped():
+    names = ["features.1.block.0.1", "features.2.block.0.1"]
+    table = Table("", ["module", "µs"], [[name, "1234567.8"] for name in names])
+    found = ["features.1.block.  1234567.8", "0.1", "features.2.block.  1234567.8", "0.1"]
+    assert lines(table, 28)[-4:] == found
+
+
 def test_sentences_break_between_words():
     table = Table("", ["try", "because", "x"], [["this", "it is said to be quite fast", "1"]], 2)
     assert lines(table, 26)[-2:] == ["this  it is said to be   1", "      quite fast"]

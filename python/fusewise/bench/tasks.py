@@ -109,8 +109,10 @@ def _cases(options: Options) -> list[Case]:
     if not cases:
         where = options.cases or f"the {options.size} set"
         matching = f" that matches --filter {options.filter}" if options.filter else ""
+        families = ", ".join(options.families)
+        advice = "" if options.cases or options.size != "quick" else "; --full has more cases"
         raise UsageError(
-            f"no case of {', '.join(options.families)}{matching} in {where} for {options.device}"
+            f"there is no case of {families}{matching} in {where} for {options.device}{advice}"
         )
     cases = recast(cases, options.dtype, options.layout)
     if options.device == "cpu" and any(case.tf32 for case in cases):

@@ -99,7 +99,11 @@ class LIResNet(nn.Module):
         """
         count = len(self.conv1.stream_channels)
         if len(streams) != count:
-            raise ValueError(f"streams: expected {count} images, got {len(streams)}")
+            packed = len(streams) == 1 and isinstance(streams[0], (list, tuple))
+            got = (
+                f"one {type(streams[0]).__name__}; call model(*images)" if packed else len(streams)
+            )
+            raise ValueError(f"streams: expected {count} images, got {got}")
         x = self.conv1(streams, blanked)
         absent = None if blanked is None else with_integrated(blanked)
         x = self.bn1(x, blanked=absent)

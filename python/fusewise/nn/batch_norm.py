@@ -212,21 +212,28 @@ class BatchNormAct2d(SharedNorm):
             tracked = self.num_batches_tracked
         elif training:
             mean = var = None
-        return functional.batch_norm_act(
-            x,
-            mean,
-            var,
-            self.weight,
-            self.bias,
-            residual,
-            activation=self.activation,
-            training=training,
-            momentum=self.momentum,
-            eps=self.eps,
-            num_batches_tracked=tracked,
-            max_pool=self.max_pool,
-            process_group=self.process_group if self.training else None,
-        )
+        try:
+            return functional.batch_norm_act(
+                x,
+                mean,
+                var,
+                self.weight,
+                self.bias,
+                residual,
+                activation=self.activation,
+                training=training,
+                momentum=self.momentum,
+                eps=self.eps,
+                num_batches_tracked=tracked,
+                max_pool=self.max_pool,
+                process_group=self.process_group if self.training else None,
+            )
+        except RuntimeError as error:
+            # The function reports running_mean, but a module's own is right.
+            if not x.is_nested and x.dim() == 4 and x.shape[1] != self.num_features:
+                message = f"x: expected {self.num_features} channels, got {x.shape[1]}"
+                raise RuntimeError(message) from error
+            raise
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
         name = prefix + "num_batches_tracked"

@@ -36,8 +36,10 @@ def lines(part: Table | str, width: int, colour: bool = False) -> list[str]:
     widths = _widths(shown, width)
     found += _row(shown.header, shown, widths, False)
     found.append("─" * (sum(widths) + _GAP * (len(widths) - 1)))
+    names = {row[0] for row in shown.rows}
+    fold = len({_cut(name, widths[0]) for name in names}) < len(names)
     for row in shown.rows:
-        found += _row(row, shown, widths, colour)
+        found += _row(row, shown, widths, colour, fold)
     return found
 
 
@@ -84,9 +86,12 @@ def _widths(table: Table, width: int) -> list[int]:
     return widths
 
 
-def _row(row: list[str], table: Table, widths: list[int], colour: bool) -> list[str]:
+def _row(
+    row: list[str], table: Table, widths: list[int], colour: bool, fold: bool = False
+) -> list[str]:
+    name = _folded if fold else lambda cell, width: [_cut(cell, width)]
     cells = [
-        [_cut(cell, width)] if column == 0 else _broken(cell, width)
+        name(cell, width) if column == 0 else _broken(cell, width)
         for column, (cell, width) in enumerate(zip(row, widths, strict=True))
     ]
     found = []
@@ -109,6 +114,16 @@ def _cut(name: str, width: int) -> str:
         return name
     end = (width - 1) // 2
     return name[: width - 1 - end] + "…" + name[len(name) - end :]
+
+
+def _folded(name: str, width: int) -> list[str]:
+    """Wraps behind a dot where there is one. For names that would be equal if they were cut."""
+    found = []
+    while len(name) > width:
+        end = name.rfind(".", 0, width) + 1 or width
+        found.append(name[:end])
+        name = name[end:]
+    return [*found, name]
 
 
 def _broken(cell: str, width: int) -> list[str]:

@@ -16,26 +16,33 @@ from .candidate import Candidate, Chain, Refused, Skipped, Slot
 
 _KNOWN = {BatchNorm2d: BATCH_NORM_ACT.choices["activation"], nn.Linear: ACTIVATIONS}
 _NAMES = {BatchNorm2d: "BatchNorm + activation", nn.Linear: "Linear + activation"}
+_FUNCTIONS = ("relu", "relu_", "relu6", "gelu", "silu", "hardswish")
 _WITH_POOL = "BatchNorm + activation + max-pool"
 
 
 def chains(name: str, module: nn.Module) -> Iterator[Candidate | Skipped]:
     """The chains that a module's own forward calls. `name` is the module's."""
     starts = [child for child in module.children() if type(child) in _KNOWN]
-    if not starts or not any(map(_is_activation, module.children())):
+    if not starts:
         return
+    missed: dict[str, str] = {}
     if type(module).forward is nn.Sequential.forward:
         found = _adjacent(module)
     else:
         try:
-            found = _traced(module)
+            found, missed = _traced(module)
         except Exception as error:  # tracing runs any code, which may raise anything
+            if not any(map(_is_activation, module.children())):
+                return
             said = str(error).strip().split("\n")[0]
             reason = f"its forward cannot be traced: {type(error).__name__}: {said}"[:200]
             yield Skipped(name, _NAMES[type(starts[0])], reason)
             return
     for parts in found:
         yield _candidate(name, module, parts)
+    for part, reason in missed.items():
+        kind = type(module.get_submodule(part))
+        yield Skipped(f"{name}.{part}".lstrip("."), _NAMES[kind], reason)
 
 
 def _candidate(name: str, module: nn.Module, parts: list[str]) -> Candidate:
@@ -73,8 +80,11 @@ class _Calls(fx.Tracer):
         return True
 
 
-def _traced(module: nn.Module) -> list[list[str]]:
-    """The chains that the module calls in training and in inference alike."""
+def _traced(module: nn.Module) -> tuple[list[list[str]], dict[str, str]]:
+    """The chains that the module calls in training and in inference alike.
+
+    Also the layers with an activation behind them that is no chain, and why.
+    """
     mode = module.training
     try:
         found = []
@@ -82,29 +92,44 @@ def _traced(module: nn.Module) -> list[list[str]]:
             found.append(_in_graph(module, _Calls().trace(module)))
     finally:
         module.training = mode
-    training, inference = found
-    return [parts for parts in training if parts in inference]
+    (training, missed), (inference, _) = found
+    return [parts for parts in training if parts in inference], missed
 
 
-def _in_graph(module: nn.Module, graph: fx.Graph) -> list[list[str]]:
+def _in_graph(module: nn.Module, graph: fx.Graph) -> tuple[list[list[str]], dict[str, str]]:
     calls = [node for node in graph.nodes if node.op == "call_module"]
     targets = [node.target for node in calls]
-    found = []
+    found, missed = [], {}
     for node in calls:
         layer = module.get_submodule(node.target)
         if type(layer) not in _KNOWN or targets.count(node.target) > 1:
             continue
         parts = [node.target]
+        if function := _only_function(node):
+            missed[node.target] = f"{function} is called as a function; use a module of torch.nn"
         while (node := _only_reader(node)) is not None:
             layer = module.get_submodule(node.target)
             if type(layer) is nn.Identity:
                 continue
+            if targets.count(node.target) > 1 and len(parts) == 1 and _is_activation(layer):
+                missed[parts[0]] = (
+                    f"{node.target} is called in several places; use a module for each of them"
+                )
             if targets.count(node.target) > 1 or not _continues(module, parts, layer):
                 break
             parts.append(node.target)
         if len(parts) > 1:
             found.append(parts)
-    return found
+    return found, missed
+
+
+def _only_function(node: fx.Node) -> str | None:
+    """The activation that alone reads a node, if it is a function and not a module."""
+    (reader,) = node.users if len(node.users) == 1 else (None,)
+    if reader is None or reader.op not in ("call_function", "call_method"):
+        return None
+    called = getattr(reader.target, "__name__", reader.target)
+    return called if called in _FUNCTIONS else None
 
 
 def _only_reader(node: fx.Node) -> fx.Node | None:
@@ -119,7 +144,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 def _adjacent(module: nn.Sequential) -> list[list[str]]:
     found: list[list[str]] = []
     growing = False
-    for name, layer in module.named_children():
+    for name, layer in module._modules.items():  # named_children leaves out a layer's second name
         if type(layer) in _KNOWN:
             found.append([name])
             growing = True

@@ -88,7 +88,7 @@ class Work:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model may raise anything
-            said = str(error).strip().split("\n")[0]
+            said = str(error).strip().split("\n")[0].removesuffix(", but expected one of:")
             raise ValueError(
                 "example_inputs: expected inputs that run through the model, but it raised "
                 f"{type(error).__name__}: {said}"

@@ -48,7 +48,9 @@ def find(
                     candidate = _checked(candidate, copy, shared)
                 if isinstance(candidate, Candidate):
                     found[candidate.key] = candidate
-                elif all(candidate.name != other.name for other in skipped):
+                elif not any(_inside(candidate.name, other) for other in found.values()) and all(
+                    candidate.name != other.name for other in skipped
+                ):
                     skipped.append(candidate)
     order = {name: place for place, (name, _) in enumerate(visible)}
     return sorted(found.values(), key=lambda each: order[each.name]), skipped
@@ -159,6 +161,10 @@ def _overlap(one: Candidate, other: Candidate) -> bool:
         for a in _claims(one)
         for b in _claims(other)
     )
+
+
+def _inside(name: str, candidate: Candidate) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in _claims(candidate))
 
 
 def _claims(candidate: Candidate) -> list[str]:
