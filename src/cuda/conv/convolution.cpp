@@ -169,7 +169,9 @@ bool is_allowed(const Descriptor& config, const ConvolutionCall& call) {
     return false;
   }
   const bool f32 = call.image.dtype == DType::f32, exact = f32 && !call.math.tf32;
-  return std::none_of(notes.begin(), notes.begin() + count, [&](cudnnBackendNumericalNote_t note) {
+  // A later cuDNN may have more notes than there is room for.
+  const auto end = notes.begin() + std::min<std::int64_t>(count, notes.size());
+  return std::none_of(notes.begin(), end, [&](cudnnBackendNumericalNote_t note) {
     return note == CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC ||
            note == CUDNN_NUMERICAL_NOTE_REDUCED_PRECISION_REDUCTION ||
            note == CUDNN_NUMERICAL_NOTE_FFT || note == CUDNN_NUMERICAL_NOTE_WINOGRAD ||
@@ -246,8 +248,9 @@ class Session {
     auto found = plans_.find(key);
     std::optional<RelaxedCapture> relaxed;  // the first run of a plan loads its kernels
     if (found == plans_.end()) {
+      // No plan is ever destroyed: a captured graph may use its kernels.
+      if (plans_.size() >= kMostKept) return false;
       relaxed.emplace();
-      if (plans_.size() >= kMostKept) plans_.clear();
       found = plans_.emplace(key, chosen(context, call, key)).first;
     }
     if (!found->second.has_value()) return false;
@@ -258,7 +261,9 @@ class Session {
   }
 
  private:
-  static constexpr std::size_t kMostKept = 1024;
+  /// Where shapes change all the time, the first ones are measured, the next ones take cuDNN's best
+  /// guess, and torch computes the rest.
+  static constexpr std::size_t kMostMeasured = 512, kMostKept = 2048;
 
   /// Nothing if there is no algorithm that is allowed.
   std::optional<Plan> chosen(const Context& context, const ConvolutionCall& call, const Key& key) {
@@ -277,17 +282,17 @@ class Session {
     if (auto plan = kept(context, text, configs)) return plan;
     const Measuring alone(context.device);
     if (auto plan = kept(context, text, configs)) return plan;  // another thread was faster
-    const bool captured = is_captured(context);
+    const bool measures = !is_captured(context) && plans_.size() < kMostMeasured;
     std::vector<std::pair<std::size_t, Plan>> plans;
     for (std::size_t i = 0; i < configs.size(); ++i) {
       if (auto plan = plan_of(handle_, configs[i])) plans.emplace_back(i, *std::move(plan));
-      if (plans.size() == (captured ? 1 : kMostPlans)) break;
+      if (plans.size() == (measures ? kMostPlans : 1)) break;
     }
     if (plans.empty()) return std::nullopt;
     // A choice that could not be measured stays for the process, whose results must not change.
     Lifetime lifetime = Lifetime::process;
     std::size_t best = 0;
-    if (!captured) {
+    if (measures) {
       try {
         best = measured(context, call, plans);
         lifetime = Lifetime::file;
@@ -389,6 +394,7 @@ bool convolve(const Context& context, const ConvolutionCall& call) {
   if (!has_cudnn() || call.image.dtype == DType::f64) return false;
   for (const TensorView* t : {&call.image, &call.kernel, &call.result}) {
     if (!is_channels_last(*t)) return false;
+    if (t->numel() >= std::int64_t{1} << 31) return false;  // not every cuDNN 9 is right there
   }
   return Borrowed(context.device)->run(context, call);
 }

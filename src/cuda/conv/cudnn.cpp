@@ -2,6 +2,7 @@
 
 #include "cuda/conv/cudnn.h"
 
+#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
 #include <cstdlib>
@@ -48,6 +49,7 @@ const Cudnn* Cudnn::get() {
 
 void check_cudnn(cudnnStatus_t status, const char* doing) {
   if (status == CUDNN_STATUS_SUCCESS) return;
+  static_cast<void>(cudaGetLastError());  // so that later calls do not report it
   const std::string message =
       std::string("cuDNN: ") + doing + " failed: " + Cudnn::get()->error_string(status);
   if (CUDNN_STATUS_CATEGORY(status) == CUDNN_STATUS_INTERNAL_ERROR &&
