@@ -2,18 +2,29 @@
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
+
+_lock = threading.Lock()
+_captures = 0  # at the moment, in all threads
+_was_enabled = False  # before the first of them
 
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """A `with` block in which a graph can be captured. A collection there might destroy an earlier
     graph that is part of a reference cycle, and CUDA would then invalidate the capture."""
+    global _captures, _was_enabled
     gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
+    with _lock:
+        if _captures == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _captures += 1
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _lock:
+            _captures -= 1
+            if _captures == 0 and _was_enabled:
+                gc.enable()

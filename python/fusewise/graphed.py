@@ -1,11 +1,13 @@
 """A model as two CUDA graphs, one for forward and one for backward."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ._garbage import without_garbage_collection
 from ._torch_private import copy_each, tree_flatten, tree_leaves, tree_unflatten
@@ -211,7 +213,8 @@ class _Capture:
         for place in self.places:
             p = place.tensor
             if place.requires_grad and p.requires_grad and p not in self.addresses:
-                self.addresses[p] = _addresses(p)
+                self.addresses[p], hook = _addresses(p)
+                weakref.finalize(self, hook.remove)
 
     def _keep_gradients(self) -> None:
         """Autograd takes the graph's memory as .grad where there was none. Both replays write to
@@ -228,12 +231,12 @@ class _Capture:
                 p.grad = gradient
 
 
-def _addresses(p: Tensor) -> set[int]:
-    """Fills with the address of every gradient that reaches a parameter. Not only of the first,
-    which may be a sum with what reaches it from outside of the graph."""
+def _addresses(p: Tensor) -> tuple[set[int], RemovableHandle]:
+    """A set that fills with the address of every gradient that reaches a parameter, and the hook
+    that fills it. Not only of the first gradient, which may be a sum with what reaches the
+    parameter from outside of the graph."""
     found: set[int] = set()
-    p.register_hook(lambda gradient: found.add(gradient.data_ptr()))
-    return found
+    return found, p.register_hook(lambda gradient: found.add(gradient.data_ptr()))
 
 
 class _OwnGradient(torch.autograd.Function):
@@ -370,6 +373,8 @@ def _capture(call: _Call, samples: list[Tensor]):
             stack.enter_context(torch.autocast("cuda", dtype, cache_enabled=False))
         _warm_up(call, samples)
         stack.enter_context(without_garbage_collection())
+        # A capture that fails may leave torch's own stream as the current one.
+        stack.enter_context(torch.cuda.stream(torch.cuda.current_stream()))
         try:
             return torch.cuda.make_graphed_callables(
                 call, tuple(samples), num_warmup_iters=1, allow_unused_input=True
@@ -389,14 +394,16 @@ def _warm_up(call: _Call, samples: list[Tensor]) -> None:
     wanted = [t for t in (*samples, *call.parameters()) if t.requires_grad]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for i in range(_WARM_UP):
-            with _waiting_is_an_error() if i == _WARM_UP - 1 else contextlib.nullcontext():
-                outputs = [t for t in tree_leaves(call(*samples)) if t.requires_grad]
-                if outputs:
-                    slopes = [torch.ones_like(t) for t in outputs]
-                    torch.autograd.grad(outputs, wanted, slopes, allow_unused=True)
-    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            for i in range(_WARM_UP):
+                with _waiting_is_an_error() if i == _WARM_UP - 1 else contextlib.nullcontext():
+                    outputs = [t for t in tree_leaves(call(*samples)) if t.requires_grad]
+                    if outputs:
+                        slopes = [torch.ones_like(t) for t in outputs]
+                        torch.autograd.grad(outputs, wanted, slopes, allow_unused=True)
+    finally:  # also after an error: the buffers are restored next
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 @contextlib.contextmanager

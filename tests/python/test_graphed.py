@@ -403,6 +403,8 @@ def test_errors_of_the_capture_are_translated(monkeypatch, error, said):
             pass
 
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "stream", Device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(module, "_warm_up", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", fail)
     with pytest.raises(RuntimeError, match=said) as caught:
@@ -434,3 +436,22 @@ def test_a_linet_whose_blanked_samples_change(replays):
     ours.eval(), plain.eval()
     torch.testing.assert_close(ours(*streams), plain(*streams))
     assert ours.forward_stream(1, streams[1]).shape == (4, 64)
+
+
+def test_a_capture_leaves_no_hooks_behind(replays):
+    plain = nn.Linear(3, 2)
+    for _ in range(2):
+        ours = fusewise.graphed(plain, torch.randn(4, 3))
+        ours(torch.randn(4, 3)).sum().backward()
+        assert len(plain.weight._backward_hooks) == 1
+        del ours
+        gc.collect()
+        assert not plain.weight._backward_hooks
+
+
+def test_captures_in_two_threads_leave_the_garbage_collector_on():
+    with without_garbage_collection():
+        with without_garbage_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
