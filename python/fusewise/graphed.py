@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ._garbage import without_garbage_collection
+from ._capturing import WaitsForTheGpu, waiting_is_an_error, without_garbage_collection
 from ._torch_private import copy_each, tree_flatten, tree_leaves, tree_unflatten
 
 _WARM_UP = 3  # calls before the capture, in which GEMMs and convolutions are tuned
@@ -397,28 +397,16 @@ def _warm_up(call: _Call, samples: list[Tensor]) -> None:
     try:
         with torch.cuda.stream(stream):
             for i in range(_WARM_UP):
-                with _waiting_is_an_error() if i == _WARM_UP - 1 else contextlib.nullcontext():
+                with waiting_is_an_error() if i == _WARM_UP - 1 else contextlib.nullcontext():
                     outputs = [t for t in tree_leaves(call(*samples)) if t.requires_grad]
                     if outputs:
                         slopes = [torch.ones_like(t) for t in outputs]
                         torch.autograd.grad(outputs, wanted, slopes, allow_unused=True)
-    finally:  # also after an error: the buffers are restored next
-        torch.cuda.current_stream().wait_stream(stream)
-
-
-@contextlib.contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as error:
-        if "synchronizing CUDA operation" not in str(error):
-            raise
+    except WaitsForTheGpu as error:
         raise RuntimeError(
             "graphed: the model waits for the GPU, which a graph cannot capture; the traceback "
             "above shows where: remove .item(), .cpu(), .nonzero(), boolean indexing and prints "
             "of tensors, or graph only a part"
         ) from error
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    finally:  # also after an error: the buffers are restored next
+        torch.cuda.current_stream().wait_stream(stream)

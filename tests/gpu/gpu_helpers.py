@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusewise
-from fusewise._garbage import without_garbage_collection
+from fusewise._capturing import without_garbage_collection
 from reference import same_bits
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

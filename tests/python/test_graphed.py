@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fusewise
-from fusewise._garbage import without_garbage_collection
+from fusewise._capturing import without_garbage_collection
 
 module = importlib.import_module("fusewise.graphed")
 

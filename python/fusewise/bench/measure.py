@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .._garbage import without_garbage_collection
+from .._capturing import without_garbage_collection
 from .._torch_private import sleep_on_gpu
 from .statistics import median
 
@@ -116,10 +116,11 @@ class Replay:
         _warm_up(self._call, self._buffers)
         pool = torch.cuda.graph_pool_handle()  # shared: graphs never run concurrently
         graphs, results = [], []
-        for i in range(self._buffers):
-            graphs.append(torch.cuda.CUDAGraph())
-            with without_garbage_collection(), torch.cuda.graph(graphs[i], pool=pool):
-                results.append(self._call(i))
+        with without_garbage_collection():
+            for i in range(self._buffers):
+                graphs.append(torch.cuda.CUDAGraph())
+                with torch.cuda.graph(graphs[i], pool=pool):
+                    results.append(self._call(i))
         self._graphs, self._results = graphs, results
 
 

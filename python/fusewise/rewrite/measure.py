@@ -8,6 +8,7 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
+from .._capturing import WaitsForTheGpu, waiting_is_an_error
 from .._torch_private import tree_leaves
 from ..bench.floor import cache_bytes
 from ..bench.measure import Call, GraphTimer, LoopTimer, interleave, peak_bytes
@@ -192,14 +193,9 @@ def sample(calls: dict[str, Call], buffers: int, device: str, effort: Effort) ->
 def _waits_for_the_gpu(call: Call) -> bool:
     """Whether a call makes the host wait, which a graph cannot capture. A capture that fails may
     leave torch's allocator in a bad state."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        call(0)
-    except RuntimeError as error:
-        if "synchronizing CUDA operation" not in str(error):
-            raise
+        with waiting_is_an_error():
+            call(0)
+    except WaitsForTheGpu:
         return True
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     return False
