@@ -95,8 +95,7 @@ class _LiConv(torch.autograd.Function):
         count, options, math, forced, _ = call
         y, u, cast = _forward(tensors, count, options, math, forced)
         _, _, packed = options
-        cast = cast if any(_is_cast(tensors, t) for t in tensors) else None
-        ctx.save_for_backward(*tensors, y if packed else u, cast)
+        ctx.save_for_backward(*tensors, y if packed else u, cast if cast.numel() else None)
         ctx.call = call
         return y
 
@@ -159,11 +158,6 @@ def _cast_image(image):
     if dtype is None or dtype == image.dtype or image.dim() != 4:
         return cast_inputs(image, [])[0]
     return image.to(dtype, memory_format=torch.channels_last)  # the layout of the convolutions
-
-
-def _is_cast(tensors, t) -> bool:
-    """Whether the operator casts one of its tensors."""
-    return tensors[0].dtype in (torch.float16, torch.bfloat16) and _is_float32(t)
 
 
 def _is_float32(t) -> bool:
