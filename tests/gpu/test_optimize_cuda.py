@@ -20,7 +20,7 @@ from fusewise.rewrite.run import run
 from fusewise.rewrite.setting import Setting
 from fusewise.rewrite.verify import check_slot
 from gpu_helpers import allocated, needs_gpu
-from optimize_models import Stem, inject, shaken, step
+from optimize_models import Interrupts, Stem, inject, shaken, step
 
 __all__ = ["inject"]
 
@@ -279,23 +279,6 @@ def test_a_model_that_waits_for_the_gpu_has_wall_time_only():
 class WaitsForTheGpu(nn.Module):
     def forward(self, x):
         return x * 2 if x.sum().item() > 0 else x
-
-
-class Interrupts:
-    """Raises at the n-th step that it is told about."""
-
-    def __init__(self, at, error):
-        self.left, self.error = at, error
-
-    def start(self, *_):
-        if self.left == 0:
-            raise self.error
-        self.left -= 1
-
-    now = start
-
-    def advance(self):
-        self.start()
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new tree", "inplace"])

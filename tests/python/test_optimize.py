@@ -11,7 +11,18 @@ from torch import nn
 import fusewise
 from fusewise.nn import BatchNormAct2d, LinearAct
 from fusewise.rewrite import measure
-from optimize_models import IMAGE, ROWS, Head, Stem, draw, inject, names_and_types, shaken, step
+from optimize_models import (
+    IMAGE,
+    ROWS,
+    Head,
+    Interrupts,
+    Stem,
+    draw,
+    inject,
+    names_and_types,
+    shaken,
+    step,
+)
 
 __all__ = ["inject"]
 
@@ -376,23 +387,6 @@ def test_buffers_gradients_and_random_numbers_are_as_before(inject, options):
     assert everything(model) == before
     assert report.swapped
     handle.remove()
-
-
-class Interrupts:
-    """Raises at the n-th step that it is told about."""
-
-    def __init__(self, at, error):
-        self.left, self.error = at, error
-
-    def start(self, *_):
-        if self.left == 0:
-            raise self.error
-        self.left -= 1
-
-    now = start
-
-    def advance(self):
-        self.start()
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new tree", "inplace"])

@@ -25,6 +25,12 @@ _LARGE = 1 << 24  # elements of a half-precision tensor whose reference is in fl
 HALVES = (torch.float16, torch.bfloat16)
 
 
+def random_gradient(output: Tensor) -> Tensor:
+    """For an output. Drawn in float32, so that it is the same in every dtype."""
+    generator = torch.Generator(output.device).manual_seed(SEED)
+    return torch.randn(output.shape, generator=generator, device=output.device)
+
+
 def check_slot(
     before: nn.Module, after: nn.Module, inputs: tuple, setting: Setting, gradients: bool
 ) -> Check:
@@ -46,12 +52,10 @@ def check_slot(
         return Check("y", float("nan"), float("nan"), said)
     if gradients:
         for name, output in right.outputs.items():
-            generator = torch.Generator(output.device).manual_seed(SEED)
             settled = ~kinks.at(output)
             for run in (theirs, ours):
                 settled &= (run.outputs[name] > 0) == (output > 0)
-            drawn = torch.randn(output.shape, generator=generator, device=output.device)
-            cotangent = (drawn * settled).to(theirs.outputs[name].dtype)
+            cotangent = (random_gradient(output) * settled).to(theirs.outputs[name].dtype)
             for run in runs:
                 run.cotangents[name] = cotangent.to(run.outputs[name].dtype)
             shifted.cotangents[name] = _shifted(right.cotangents[name])

@@ -12,7 +12,7 @@ from ..bench import accuracy
 from ..bench.accuracy import Check
 from .setting import Setting, seed_all, without_tf32
 from .trees import doubled
-from .verify import HALVES, SEED, nearness
+from .verify import HALVES, SEED, nearness, random_gradient
 
 _LARGE_INPUTS, _LARGE_MODEL = 1 << 20, 1 << 26  # elements
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -55,12 +55,6 @@ def _reference_dtype(model: nn.Module, setting: Setting) -> torch.dtype:
     return torch.float32 if setting.computed_in in HALVES and large else torch.float64
 
 
-def _drawn(output: Tensor) -> Tensor:
-    """A random gradient for an output. Drawn in float32, so that it is the same in every dtype."""
-    generator = torch.Generator(output.device).manual_seed(SEED)
-    return torch.randn(output.shape, generator=generator, device=output.device).to(output)
-
-
 def _together(
     group: str,
     right: list[Tensor],
@@ -99,7 +93,7 @@ def _run_model(model: nn.Module, setting: Setting, gradients: bool) -> dict[str,
         }
         if not gradients:
             return found
-        drawn = [_drawn(output) for output in outputs]
+        drawn = [random_gradient(output).to(output) for output in outputs]
         gradients = torch.autograd.grad(outputs, learned, drawn, allow_unused=True)
     found["gradients"] = [
         torch.zeros_like(parameter) if gradient is None else gradient
