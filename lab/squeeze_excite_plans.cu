@@ -20,6 +20,7 @@
 #include "cuda/squeeze_excite/cluster.cuh"
 #include "cuda/squeeze_excite/general.cuh"
 #include "cuda/squeeze_excite/two_pass.cuh"
+#include "fill.cuh"
 #include "fusewise/squeeze_excite.h"
 #include "timing.h"
 
@@ -31,18 +32,6 @@ namespace {
 
 constexpr std::int64_t kPool = std::int64_t{1} << 30;  // bytes for each of x, dy, out
 constexpr Device kGpu{DeviceType::cuda, 0};
-
-template <typename T>
-__global__ void fill(T* out, std::int64_t count, float scale, unsigned seed) {
-  for (std::int64_t i = blockIdx.x * std::int64_t{256} + threadIdx.x; i < count;
-       i += gridDim.x * std::int64_t{256}) {
-    unsigned h = static_cast<unsigned>(i) * 2654435761u ^ seed;
-    h ^= h >> 15;
-    h *= 2246822519u;
-    h ^= h >> 13;
-    out[i] = T(scale * (static_cast<float>(h & 0xffff) / 32768.f - 1.f));
-  }
-}
 
 __global__ void difference(const unsigned char* a, const unsigned char* b, std::int64_t count,
                            bool half, float* worst) {

@@ -23,6 +23,7 @@
 #include "cuda/device.h"
 #include "cuda/squeeze_excite/batched_plan.h"
 #include "cuda/squeeze_excite/cluster.cuh"
+#include "fill.cuh"
 #include "fusewise/squeeze_excite.h"
 #include "timing.h"
 
@@ -50,18 +51,6 @@ constexpr Block kBlocks[] = {
     {256, 256, 16, 56},  {64, 512, 32, 28},    {256, 440, 110, 7},  {32, 192, 8, 95},
     {16, 1888, 222, 14}, {100, 1536, 384, 15},
 };
-
-template <typename T>
-__global__ void fill(T* out, std::int64_t count, float scale, float mean, unsigned seed) {
-  for (std::int64_t i = blockIdx.x * std::int64_t{256} + threadIdx.x; i < count;
-       i += gridDim.x * std::int64_t{256}) {
-    unsigned h = static_cast<unsigned>(i) * 2654435761u ^ seed;
-    h ^= h >> 15;
-    h *= 2246822519u;
-    h ^= h >> 13;
-    out[i] = T(mean + scale * (static_cast<float>(h & 0xffff) / 32768.f - 1.f));
-  }
-}
 
 /// worst[0] = the largest difference, worst[1] = the largest value of b. Both keep NaN.
 template <typename T>
@@ -123,8 +112,8 @@ class Experiment {
     cudaMemPool_t pool{};
     check_cuda(cudaDeviceGetDefaultMemPool(&pool, 0), "finding the memory pool");
     check_cuda(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "keeping");
-    fill<<<1024, 256, 0, stream_>>>(x_, kPool / 2, 1.f, 0.5f, 1);
-    fill<<<1024, 256, 0, stream_>>>(dy_, kPool / 2, 1.f, 0.1f, 2);
+    fill<<<1024, 256, 0, stream_>>>(x_, kPool / 2, 1.f, 1, 0.5f);
+    fill<<<1024, 256, 0, stream_>>>(dy_, kPool / 2, 1.f, 2, 0.1f);
   }
 
   bool fits(const Block& k) const {
@@ -236,13 +225,12 @@ class Experiment {
   void fill_small(const Block& k, float scale) {
     for (const Small<W>* small : {&mine_, &right_}) {
       const auto matrix = [&](W* data, std::int64_t fan_in, unsigned seed) {
-        fill<<<512, 256, 0, stream_>>>(data, k.r * k.c, scale / std::sqrt(float(fan_in)), 0.f,
-                                       seed);
+        fill<<<512, 256, 0, stream_>>>(data, k.r * k.c, scale / std::sqrt(float(fan_in)), seed);
       };
       matrix(small->w1, k.c, 3);
       matrix(small->w2, k.r, 4);
-      fill<<<16, 256, 0, stream_>>>(small->b1, k.r, 0.5f, 0.f, 5);
-      fill<<<16, 256, 0, stream_>>>(small->b2, k.c, 0.5f, 0.f, 6);
+      fill<<<16, 256, 0, stream_>>>(small->b1, k.r, 0.5f, 5);
+      fill<<<16, 256, 0, stream_>>>(small->b2, k.c, 0.5f, 6);
     }
   }
 

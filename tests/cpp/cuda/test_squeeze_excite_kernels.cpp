@@ -123,14 +123,18 @@ constexpr Types kBatchedTypes[] = {{DType::f16, DType::f16},
                                    {DType::bf16, DType::bf16},
                                    {DType::bf16, DType::f32}};
 
-void expect_batched(Sizes sizes, Types types) {
-  SCOPED_TRACE(case_name(sizes, types, Layout::channels_last, Layout::channels_last));
-  SqueezeExcite call = make_squeeze_excite(sizes, types.data, types.weights, Layout::channels_last,
-                                           Layout::channels_last);
+/// One implementation alone, both ways.
+void expect_alone(const char* name, Sizes sizes, Types types, Layout layout, Layout other) {
+  SCOPED_TRACE(case_name(sizes, types, layout, other));
+  SqueezeExcite call = make_squeeze_excite(sizes, types.data, types.weights, layout, other);
   const ForwardReference expected = forward_reference(call);
-  expect_forward(call, expected, forced("batched"));
+  expect_forward(call, expected, forced(name));
   save(call, expected);
-  expect_backward(call, backward_reference(call), forced("batched"));
+  expect_backward(call, backward_reference(call), forced(name));
+}
+
+void expect_batched(Sizes sizes, Types types) {
+  expect_alone("batched", sizes, types, Layout::channels_last, Layout::channels_last);
 }
 
 /// Rows of weights that start on boundaries of 16, 8, 4 and 2 bytes, one slice of the depth and
@@ -185,14 +189,8 @@ TEST_F(CudaSqueezeExcite, BatchedIsChosenForLargeProducts) {
   EXPECT_FALSE(explain(on_gpu(), small_gpu.backward())[0].chosen);
 }
 
-/// The general kernels alone, both ways.
 void expect_general(Sizes sizes, Types types, Layout layout, Layout other) {
-  SCOPED_TRACE(case_name(sizes, types, layout, other));
-  SqueezeExcite call = make_squeeze_excite(sizes, types.data, types.weights, layout, other);
-  const ForwardReference expected = forward_reference(call);
-  expect_forward(call, expected, forced("general"));
-  save(call, expected);
-  expect_backward(call, backward_reference(call), forced("general"));
+  expect_alone("general", sizes, types, layout, other);
 }
 
 TEST_F(CudaSqueezeExcite, ShortGeneralPlanar) {
