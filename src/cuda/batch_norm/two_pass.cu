@@ -1,8 +1,9 @@
 // BatchNorm, residual and activation in two passes over dense images, with 16-byte accesses.
 // Memory: forward reads x twice (once in inference), the residual once, and writes y. Backward
-// reads dy, x and what else dv needs twice and writes dx and dresidual. The second pass goes in the
-// opposite direction, so that it finds in L2 what the first one read last. Bound by memory
-// bandwidth when large; by the start of the second kernel and the exchange of sums when small.
+// reads dy, x and what else dv needs twice and writes dx and dresidual. Backward's second pass goes
+// in the opposite direction within each slab, so that it finds in L2 what the first one read last.
+// Forward's starts at the end of x, which L2 has a part of. Bound by memory bandwidth when large;
+// by the start of the last kernel and the exchange of sums when small.
 
 #include "cuda/batch_norm/two_pass.cuh"
 
