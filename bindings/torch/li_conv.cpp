@@ -26,13 +26,6 @@ namespace {
 
 bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
 
-/// Whether the elements fill their memory, in whatever order.
-bool has_no_gaps(const TensorView& t) {
-  std::int64_t last = 0;
-  for (int d = 0; d < t.rank; ++d) last += (t.sizes[d] - 1) * t.strides[d];
-  return last + 1 == t.numel();
-}
-
 /// Views of the inputs, and the copies that they may need.
 class Inputs {
  public:

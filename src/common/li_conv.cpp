@@ -227,6 +227,13 @@ LiConvSizes check_sizes(const LiConvBackward& call) {
   return s;
 }
 
+bool has_no_gaps(const TensorView& t) {
+  if (!t.defined()) return true;
+  std::int64_t last = 0;
+  for (int d = 0; d < t.rank; ++d) last += (t.sizes[d] - 1) * t.strides[d];
+  return last + 1 == t.numel();
+}
+
 bool is_channels_last(const TensorView& t) {
   if (t.numel() == 0) return true;
   std::int64_t stride = 1;

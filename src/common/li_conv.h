@@ -21,6 +21,8 @@ struct LiConvSizes {
 LiConvSizes check_sizes(const LiConvForward& call);
 LiConvSizes check_sizes(const LiConvBackward& call);
 
+/// Whether the elements fill their memory, in whatever order. An absent tensor does.
+bool has_no_gaps(const TensorView& t);
 /// Whether an image [..., N, C, H, W] is channels-last without gaps.
 bool is_channels_last(const TensorView& t);
 /// One stream of a stream-major tensor [S, N, C, H, W].

@@ -30,14 +30,6 @@ namespace {
 
 using Index = std::int64_t;
 
-/// Whether the elements fill their memory, in whatever order.
-bool has_no_gaps(const TensorView& t) {
-  if (!t.defined()) return true;
-  Index last = 0;
-  for (int d = 0; d < t.rank; ++d) last += (t.sizes[d] - 1) * t.strides[d];
-  return last + 1 == t.numel();
-}
-
 /// previous [D, E] as the weights of a 1x1 convolution.
 TensorView as_kernel(const TensorView& previous) {
   if (!previous.defined()) return {};
