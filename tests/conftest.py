@@ -90,14 +90,11 @@ def few_threads():
     torch.set_num_threads(before)
 
 
-# A program that ends right after a backward on a GPU is aborted now and then, also without
-# fusewise: one of torch's autograd threads asks for the interpreter when that is gone.
 _LEAVE = """
-import os as _os, sys as _sys
+import sys as _sys
 if "torch" in _sys.modules and _sys.modules["torch"].cuda.is_initialized():
-    _sys.stdout.flush()
-    _sys.stderr.flush()
-    _os._exit(0)
+    import leaving
+    leaving.leave()
 """
 
 

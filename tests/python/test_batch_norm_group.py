@@ -13,6 +13,7 @@ from torch import nn
 import fusewise
 from fusewise.functional import batch_norm_act
 from fusewise.nn import BatchNormAct2d, convert_sync_batchnorm
+from leaving import leave
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
@@ -37,6 +38,7 @@ def _start(rank, work, store, arguments):
     work(rank, *arguments)
     if work is not _lose:
         torch.distributed.destroy_process_group()
+    leave()
 
 
 def _step(samples, group, options, dtype, layout, streams):

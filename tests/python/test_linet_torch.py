@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from leaving import leave
 from linet_cases import CLASSES, assert_equal, build, images, pair, statistics, step
 
 pytestmark = pytest.mark.usefixtures("few_threads")
@@ -91,6 +92,7 @@ def _start(rank, work, store):
     )
     work(rank)
     torch.distributed.destroy_process_group()
+    leave()
 
 
 def _data_parallel(rank):

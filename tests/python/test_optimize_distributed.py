@@ -13,6 +13,7 @@ from fusewise.bench import environment
 from fusewise.nn import BatchNormAct2d
 from fusewise.rewrite import measure
 from fusewise.rewrite.measure import Times
+from leaving import leave
 from optimize_models import IMAGE, Stem, draw
 
 if not torch.distributed.is_available():
@@ -49,6 +50,7 @@ def _start(rank, work, store):
     torch.manual_seed(rank)
     work(rank)
     torch.distributed.destroy_process_group()
+    leave()
 
 
 def _alike(rank):
