@@ -32,7 +32,9 @@ function(fusewise_torch_library name core)
     bindings/torch/call.cpp
     bindings/torch/convolution.cpp
     bindings/torch/failure.cpp
+    bindings/torch/li_block.cpp
     bindings/torch/li_conv.cpp
+    bindings/torch/li_layer.cpp
     bindings/torch/mlp.cpp
     bindings/torch/operators.cpp)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)

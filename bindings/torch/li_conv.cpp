@@ -6,8 +6,7 @@
 //
 // x is one tensor [S + 1, N, C, H, W], the streams and behind them the integrated one, or in the
 // first layer S images [N, C_s, H, W]. With `packed` the result is [S + 1, N, K, P, Q], otherwise
-// the integrated stream alone. Weights may be float32 beside half-precision x: they are cast here,
-// and so are their gradients.
+// the integrated stream alone.
 
 #include "fusewise/li_conv.h"
 
@@ -16,126 +15,51 @@
 #include <algorithm>
 #include <tuple>
 
-#include "call.h"
 #include "common/check.h"
 #include "common/li_conv.h"
+#include "li_layer.h"
 #include "text.h"
 
 namespace fusewise::binding {
 namespace {
 
-bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
-
-/// Views of the inputs, and the copies that they may need.
-class Inputs {
+/// The images and the weights of a call.
+class Inputs : public LiWeights {
  public:
   Inputs(const std::vector<Tensor>& x, const std::vector<Tensor>& weights,
-         const std::vector<Tensor>& mix, const std::optional<Tensor>& previous, bool packed) {
-    check(!weights.empty(), "weights: expected at least one");
-    check(mix.size() == weights.size(), "mix: expected ", weights.size(), ", one per stream, got ",
-          mix.size());
-    streams_.resize(weights.size());
-    is_packed_ = previous.has_value();
+         const std::vector<Tensor>& mix, const std::optional<Tensor>& previous, bool packed)
+      : LiWeights(weights, mix, previous.has_value() ? &*previous : nullptr),
+        is_packed_(previous.has_value()) {
     read_images(x);
-    for (std::size_t i = 0; i < streams_.size(); ++i) {
-      in_stream(i, [&] {
-        streams_[i].w = view_of("w", weights[i]);
-        streams_[i].mix = kernel("mix", mix[i]);
-      });
-    }
-    if (is_packed_) previous_ = kernel("previous", *previous);
-    const TensorView &w = streams_[0].w, &first = streams_[0].mix;
-    check(!packed || w.rank != 4 || first.rank != 2 || w.sizes[0] == first.sizes[0],
-          "stream 0: mix: expected [", w.sizes[0], ", ", w.sizes[0],
-          "], because all streams are packed into one tensor, got ", first);
+    if (packed) check_packed(*this);
   }
 
-  /// Replaces float32 weights beside half-precision x by copies in x's type, and returns them.
-  /// `made`: what this has returned for the same inputs.
-  Tensor cast_weights(const Context& context, const Tensor& like,
-                      const std::optional<Tensor>& made = std::nullopt) {
-    const DType dtype = streams_[0].x.dtype;
-    std::vector<TensorView*> found;
-    const auto look_at = [&](TensorView& weight) {
-      if (!weight.defined() || weight.dtype != DType::f32) return;
-      weight.dtype = dtype;
-      // The core's checks name a weight on another device.
-      if (weight.device == context.device && weight.numel() > 0) found.push_back(&weight);
-    };
-    if (is_half(dtype)) {
-      for (LiConvStream& stream : streams_) look_at(stream.mix);  // evenly spaced: see the core
-      look_at(previous_);
-      for (LiConvStream& stream : streams_) look_at(stream.w);
-    }
-    constexpr std::int64_t kAlignment = 128;  // elements, 256 bytes
-    std::int64_t total = 0;
-    for (const TensorView* weight : found) {
-      total += (weight->numel() + kAlignment - 1) / kAlignment * kAlignment;
-    }
-    if (made.has_value()) {
-      const TensorView view = view_of("cast", *made);
-      check(view.rank == 1 && view.sizes[0] == total && view.strides[0] == 1 &&
-                view.dtype == dtype && view.device == context.device,
-            "cast: expected what forward returned");
-    }
-    const Tensor result = made.has_value() ? *made : new_dense(like, dtype, {total});
-    copies_.push_back(result);
-    auto* memory = static_cast<char*>(result.mutable_data_ptr());
-    std::vector<CastPair> pairs;
-    for (TensorView* weight : found) {
-      TensorView from = *weight;
-      from.dtype = DType::f32;
-      if (!has_no_gaps(from)) {
-        from = view_of("w", copies_.emplace_back(dense(tensor_of(from))));
-        weight->strides = from.strides;
-      }
-      weight->data = memory;
-      memory += (weight->numel() + kAlignment - 1) / kAlignment * kAlignment * size_of(dtype);
-      pairs.push_back({from, *weight});
-    }
-    if (!made.has_value()) cast_all(context, pairs);
-    return result;
-  }
-
-  std::vector<LiConvStream>& streams() { return streams_; }
+  DType dtype() const { return streams[0].x.dtype; }
   const TensorView& m() const { return m_; }
-  const TensorView& previous() const { return previous_; }
   /// Whether x is one tensor for all streams.
   bool is_packed() const { return is_packed_; }
 
  private:
   void read_images(const std::vector<Tensor>& x) {
     if (!is_packed_) {
-      check(x.size() == streams_.size(), "x: expected ", streams_.size(),
+      check(x.size() == streams.size(), "x: expected ", streams.size(),
             " images, one per stream, got ", x.size());
       for (std::size_t i = 0; i < x.size(); ++i) {
-        in_stream(i, [&] { streams_[i].x = view_of("x", x[i]); });
+        in_stream(i, [&] { streams[i].x = view_of("x", x[i]); });
       }
       return;
     }
-    check(x.size() == 1, "x: expected one tensor [", streams_.size() + 1,
+    check(x.size() == 1, "x: expected one tensor [", streams.size() + 1,
           ", N, C, H, W] beside previous, got ", x.size());
     const TensorView all = view_of("x", x[0]);
-    const auto count = static_cast<std::int64_t>(streams_.size());
+    const auto count = static_cast<std::int64_t>(streams.size());
     check(all.rank == 5 && all.sizes[0] == count + 1, "x: expected [", count + 1,
           ", N, C, H, W], got ", all);
-    for (std::int64_t i = 0; i < count; ++i) streams_[i].x = stream_of(all, i);
+    for (std::int64_t i = 0; i < count; ++i) streams[i].x = stream_of(all, i);
     m_ = stream_of(all, count);
   }
 
-  /// The weights of a 1x1 convolution as a dense matrix.
-  TensorView kernel(const char* name, const Tensor& tensor) {
-    const Tensor& held = copies_.emplace_back(dense(tensor));
-    TensorView view = view_of(name, held);
-    if (view.rank == 4 && view.sizes[2] == 1 && view.sizes[3] == 1) {
-      view = {view.data, view.dtype, view.device, {view.sizes[0], view.sizes[1]}};
-    }
-    return view;
-  }
-
-  std::vector<LiConvStream> streams_;
-  std::vector<Tensor> copies_;
-  TensorView m_, previous_;
+  TensorView m_;
   bool is_packed_;
 };
 
@@ -174,28 +98,12 @@ std::pair<Tensor, TensorView> new_image(const Tensor& like, TensorView view) {
   return {std::move(tensor), view};
 }
 
-/// The tensor if it is channels-last without gaps, otherwise such a copy.
-Tensor channels_last_tensor(const char* name, const Tensor& tensor) {
-  const TensorView view = view_of(name, tensor);
-  check(view.rank >= 4, name, ": expected at least 4 dimensions, got ", view);
-  if (is_channels_last(view)) return tensor;
-  Tensor made = new_strided(tensor, channels_last(view));
-  copy(tensor, made);
-  return made;
-}
-
-/// The first `count` streams of a packed tensor.
-TensorView first_streams(TensorView packed, std::int64_t count) {
-  packed.sizes[0] = count;
-  return packed;
-}
-
 template <typename Call>
 void set_options(Call& call, Inputs& inputs, std::int64_t stride, std::int64_t padding,
                  ProductMath math, const Text& implementation) {
-  call.streams = inputs.streams();
+  call.streams = inputs.streams;
   call.m = inputs.m();
-  call.previous = inputs.previous();
+  call.previous = inputs.previous;
   call.stride = stride;
   call.padding = padding;
   call.math = math;
@@ -214,7 +122,9 @@ std::tuple<Tensor, Tensor, Tensor> li_conv_forward(const std::vector<Tensor>& x,
   const Tensor& first = x[0];
   const CallContext context(first);
   Inputs inputs(x, weights, mix, previous, packed);
-  const Tensor cast = inputs.cast_weights(context.get(), first);
+  WeightCasts casts(context.get(), inputs.dtype());
+  casts.add(inputs);
+  const Tensor cast = casts.finish(first);
   LiConvForward call;
   set_options(call, inputs, stride, padding, {tf32, reduced_sums, tune}, implementation);
   const ResultSizes s(call);
@@ -236,57 +146,6 @@ std::tuple<Tensor, Tensor, Tensor> li_conv_forward(const std::vector<Tensor>& x,
   return {y, u, cast};
 }
 
-/// Hands out the results of backward: those that are not wanted are empty.
-class Gradients {
- public:
-  explicit Gradients(const Tensor& like, const std::vector<std::int64_t>& needs)
-      : like_(like), dtype_(view_of("x", like).dtype), needs_(needs) {}
-
-  bool next_is_needed() const { return needs_[found_.size()] != 0; }
-  void skip() { found_.push_back(new_dense(like_, dtype_, {0})); }
-  TensorView add(Tensor tensor) {
-    found_.push_back(std::move(tensor));
-    return view_of("gradient", found_.back());
-  }
-  /// Adds the gradient of a float32 weight beside half-precision x, and returns the view of a
-  /// gradient in x's type that `finish` casts.
-  TensorView add_weight(Tensor tensor) {
-    const TensorView wide = add(std::move(tensor));
-    if (wide.dtype == dtype_) return wide;
-    TensorView half = wide;
-    half.dtype = dtype_;
-    half.data = halves_.emplace_back(new_strided(like_, half)).mutable_data_ptr();
-    casts_.push_back({half, wide});
-    return half;
-  }
-  void finish(const Context& context) { cast_all(context, casts_); }
-  /// A gradient like `tensor`. Absent if it is not needed.
-  TensorView next(const Tensor& tensor) {
-    if (next_is_needed()) return add_weight(new_like(tensor));
-    skip();
-    return {};
-  }
-  /// The same for the weights of a 1x1 convolution, as a dense matrix.
-  TensorView next_kernel(const Tensor& tensor, const TensorView& matrix) {
-    if (!next_is_needed()) {
-      skip();
-      return {};
-    }
-    TensorView view = matrix;
-    const DType dtype = view_of("mix", tensor).dtype;
-    view.data = add_weight(new_dense(tensor, dtype, tensor.sizes())).data;
-    return view;
-  }
-  std::vector<Tensor> take() { return std::move(found_); }
-
- private:
-  const Tensor& like_;
-  DType dtype_;
-  const std::vector<std::int64_t>& needs_;
-  std::vector<Tensor> found_, halves_;
-  std::vector<CastPair> casts_;
-};
-
 /// `u` is what forward returned: the packed result, or the separate u. So is `cast`. Returns the
 /// gradients of x, weights, mix and previous, in the order of `needs`.
 std::vector<Tensor> li_conv_backward(
@@ -299,8 +158,10 @@ std::vector<Tensor> li_conv_backward(
   const Tensor& first = x[0];
   const CallContext context(first);
   Inputs inputs(x, weights, mix, previous, packed);
-  inputs.cast_weights(context.get(), first, cast);
-  std::vector<LiConvStream>& streams = inputs.streams();
+  WeightCasts casts(context.get(), inputs.dtype());
+  casts.add(inputs);
+  casts.finish(first, cast);
+  std::vector<LiConvStream>& streams = inputs.streams;
   const auto count = static_cast<std::int64_t>(streams.size());
   check(needs.size() == x.size() + 2 * streams.size() + 1, "needs: expected ",
         x.size() + 2 * streams.size() + 1, " flags, got ", needs.size());
@@ -354,7 +215,9 @@ std::string li_conv_explain(const std::vector<Tensor>& x, const std::vector<Tens
   const Tensor& first = x[0];
   const CallContext context(first);
   Inputs inputs(x, weights, mix, previous, false);
-  inputs.cast_weights(context.get(), first);
+  WeightCasts casts(context.get(), inputs.dtype());
+  casts.add(inputs);
+  casts.finish(first);
   LiConvForward forward;
   set_options(forward, inputs, stride, padding, {}, implementation);
   const ResultSizes s(forward);

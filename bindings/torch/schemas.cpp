@@ -45,6 +45,17 @@ STABLE_TORCH_LIBRARY(fusewise, m) {
   m.def(
       "_li_conv_explain(Tensor[] x, Tensor[] weights, Tensor[] mix, Tensor? previous, int stride, "
       "int padding, bool backward, str implementation) -> str");
+  m.def(
+      "_li_block(Tensor x, Tensor[] weights, Tensor[] norms, Tensor(a!)[] running, "
+      "Tensor? blanked, int[] strides, bool shortcut, bool integrated_only, bool training, "
+      "float momentum, float eps, bool save, bool tf32, bool reduced_sums, bool tune, "
+      "str convolution, str norm) -> "
+      "(Tensor y, Tensor kept, Tensor statistics, Tensor parameters, Tensor cast)");
+  m.def(
+      "_li_block_backward(Tensor gradient, Tensor x, Tensor kept, Tensor statistics, "
+      "Tensor parameters, Tensor? cast, Tensor[] weights, Tensor? blanked, int[] strides, "
+      "bool shortcut, bool integrated_only, bool training, int[] needs, bool tf32, "
+      "bool reduced_sums, bool tune, str convolution, str norm) -> Tensor[]");
   m.def("_mlp_is_kept(str activation, bool last) -> bool");
 }
 

@@ -249,9 +249,9 @@ TensorView stream_of(const TensorView& packed, std::int64_t stream) {
   TensorView one = packed;
   one.data = static_cast<char*>(packed.data) + stream * packed.strides[0] * size_of(packed.dtype);
   one.rank = packed.rank - 1;
-  for (int d = 0; d < one.rank; ++d) {
-    one.sizes[d] = packed.sizes[d + 1];
-    one.strides[d] = packed.strides[d + 1];
+  for (int d = 0; d < packed.rank; ++d) {
+    one.sizes[d] = d < one.rank ? packed.sizes[d + 1] : 0;
+    one.strides[d] = d < one.rank ? packed.strides[d + 1] : 0;
   }
   return one;
 }

@@ -17,17 +17,17 @@ li_conv_explain = torch.ops.fusewise._li_conv_explain.default
 @torch.library.register_fake("fusewise::_li_conv")
 def _(x, weights, mix, previous, stride, padding, packed, *_):
     n, k, d, p, q = check_li_conv(x, weights, mix, previous, stride, padding, packed)
-    cast = x[0].new_empty(_cast_elements(x[0], [*weights, *mix, previous]))
+    cast = x[0].new_empty(cast_elements(x[0], [*weights, *mix, previous]))
     if packed:
-        y = _channels_last(x[0], (len(weights) + 1, n, k, p, q))
+        y = channels_last(x[0], (len(weights) + 1, n, k, p, q))
         return y, x[0].new_empty(0), cast
-    y = _channels_last(x[0], (n, d, p, q))
-    return y, _channels_last(x[0], (len(weights), n, k, p, q)), cast
+    y = channels_last(x[0], (n, d, p, q))
+    return y, channels_last(x[0], (len(weights), n, k, p, q)), cast
 
 
 @torch.library.register_fake("fusewise::_li_conv_backward")
 def _(gradient, u, cast, x, weights, mix, previous, stride, padding, packed, needs, *_):
-    images = [_channels_last(t, t.shape) if t.dim() == 5 else torch.empty_like(t) for t in x]
+    images = [channels_last(t, t.shape) if t.dim() == 5 else torch.empty_like(t) for t in x]
     kernels = [t.new_empty(t.shape) for t in (*mix, x[0] if previous is None else previous)]
     found = [*images, *(torch.empty_like(w) for w in weights), *kernels]
     return [t if need else x[0].new_empty(0) for t, need in zip(found, needs, strict=True)]
@@ -129,7 +129,7 @@ def _check_weight(name, tensor, first):
         _check_kind(name, tensor, first)
 
 
-def _cast_elements(image, weights):
+def cast_elements(image, weights):
     """Of the copies of float32 weights beside half-precision images."""
     if image.dtype not in (torch.float16, torch.bfloat16):
         return 0
@@ -161,6 +161,6 @@ def _matrix(tensor: Tensor) -> list[int]:
     return shape[:2] if len(shape) == 4 and shape[2] == shape[3] == 1 else shape
 
 
-def _channels_last(like: Tensor, shape) -> Tensor:
+def channels_last(like: Tensor, shape) -> Tensor:
     *lead, c, h, w = shape
     return like.new_empty((*lead, h, w, c)).movedim(-1, -3)

@@ -74,7 +74,7 @@ def li_conv(
     if forced == TORCH or needs_formula():
         return _with_torch(images, weights, mix, previous, options, forced)
     count = len(weights)
-    tensors = _cast(images, [*weights, *mix, previous], keep_float32=True)
+    tensors = cast_images(images, [*weights, *mix, previous], keep_float32=True)
     math = product_math(tensors[0], "conv")  # the integration is of 1x1 convolutions
     wants_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors
@@ -142,10 +142,10 @@ def _checked(images, weights, mix, previous):
     return found
 
 
-def _cast(images, parameters, keep_float32=False):
+def cast_images(images, parameters, keep_float32=False):
     """Images and parameters in the dtype that autocast asks for, else parameters in that of x. With
     `keep_float32`, parameters that the operator casts by itself stay."""
-    images = [_cast_image(image) for image in images]
+    images = [cast_image(image) for image in images]
     if not keep_float32 or images[0].dtype not in (torch.float16, torch.bfloat16):
         return [*images, *cast_inputs(images[0], parameters)[1]]
     others = [None if _is_float32(t) else t for t in parameters]
@@ -153,7 +153,8 @@ def _cast(images, parameters, keep_float32=False):
     return [*images, *(t if _is_float32(t) else c for t, c in zip(parameters, cast, strict=True))]
 
 
-def _cast_image(image):
+def cast_image(image):
+    """In autocast's dtype, and channels-last if it changes."""
     dtype = autocast_dtype(image)
     if dtype is None or dtype == image.dtype or image.dim() != 4:
         return cast_inputs(image, [])[0]
@@ -219,7 +220,7 @@ def _with_torch(images, weights, mix, previous, options, forced):
     if is_symbolic(images[0]):
         tensors = [*images, *weights, *mix, previous]
     else:
-        tensors = _cast(images, [*weights, *mix, previous])
+        tensors = cast_images(images, [*weights, *mix, previous])
         _ops.check_li_conv(*_split(tensors, len(weights)), *options)
     y = _formula(tensors, len(weights), options)
     if settings.records is not None:

@@ -8,7 +8,7 @@ from .._ops import BATCH_NORM_ACT
 from ..functional._transforms import direct_apply, is_symbolic, needs_formula, refuse_script
 from ._checks import floating, one_of, true_or_false, whole
 from .batch_norm import SharedNorm
-from .li_conv import check_blanked, check_stream, with_integrated, with_unused
+from .li_conv import check_blanked, check_stream, members, with_integrated, with_unused
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -136,8 +136,8 @@ class LIBatchNorm2d(SharedNorm):
             check_blanked(blanked, self.num_streams, x.shape[1], x.device)
             blanked = with_integrated(blanked)
         weight, bias = _packed(
-            [*list(self.stream_weights), self.integrated_weight],
-            [*list(self.stream_biases), self.integrated_bias],
+            [*members(self.stream_weights), self.integrated_weight],
+            [*members(self.stream_biases), self.integrated_bias],
         )
         y = self._norm(x, slice(None), (weight, bias), residual, self.updates, blanked)
         if self.training and x.shape[1] == 0:  # no stream was updated, but it was a step

@@ -3,8 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from .._settings import TORCH, settings
+from ..functional._li_block import Options, li_block, run_layers
+from ..functional._transforms import is_jit_tracing, needs_formula
+from ..functional.li_conv import cast_image
+from ._parts import hooks_everywhere, ordinary, parameter
 from .li_batch_norm import LIBatchNorm2d
-from .li_conv import LIConv2d
+from .li_conv import LIConv2d, check_blanked, members, with_integrated
 
 
 class _Block(nn.Module):
@@ -45,17 +50,89 @@ class _Block(nn.Module):
             integrated_only: whether to return the integrated stream alone. What only the other
                 streams would need is not computed; its parameters get gradients of 0.
         """
-        residual = x[-1] if integrated_only else x
-        if self.downsample is not None:
-            convolution, norm = self.downsample
-            residual = convolution(x, integrated_only=integrated_only)
-            residual = norm(residual, None, blanked, integrated_only)
-        *layers, last = self._parts()
-        for convolution, norm in layers:
-            x = norm(convolution(x), None, blanked)
-        convolution, norm = last
-        x = convolution(x, integrated_only=integrated_only)
-        return norm(x, residual, blanked, integrated_only)
+        if isinstance(x, Tensor) and x.dim() == 5:
+            x = cast_image(x)  # the residual too
+            if isinstance(blanked, Tensor) and blanked.shape[:1] == (x.shape[0] - 1,):
+                check_blanked(blanked, x.shape[0] - 1, x.shape[1], x.device)
+                blanked = with_integrated(blanked)
+            if self._is_fusible(x):
+                return self._fused(x, blanked, integrated_only)
+
+        def called(convolution, norm):
+            def norm_(z, residual, integrated_only):
+                return norm(z, residual, blanked, integrated_only)
+
+            return lambda x, integrated_only: convolution(x, None, integrated_only), norm_
+
+        layers = [called(*parts) for parts in self._parts()]
+        shortcut = None if self.downsample is None else called(*self.downsample)
+        return run_layers(x, layers, shortcut, integrated_only)
+
+    def _is_fusible(self, x: Tensor) -> bool:
+        """Whether one operator computes what calling the layers would. Errors about x are left to
+        the layers."""
+        if (
+            settings.records is not None
+            or TORCH in (settings.li_conv, settings.batch_norm_act)
+            or needs_formula()
+            or is_jit_tracing()
+        ):
+            return False
+        layers, rows = self._all_layers(), x.shape[0]
+        parts = [part for layer in layers for part in layer]
+        kinds = (LIConv2d, LIBatchNorm2d) * len(layers)
+        shortcut = [] if self.downsample is None else [self.downsample]
+        if (
+            not ordinary(parts, kinds)
+            or not ordinary(shortcut, (nn.Sequential,) * len(shortcut))
+            or hooks_everywhere()
+        ):
+            return False
+        first, training = layers[0][1], layers[0][1].training
+        for i, (convolution, norm) in enumerate(layers):
+            inputs = len(self._layers) if i == len(self._layers) else i
+            if (
+                convolution.first
+                or convolution.stream_biases is not None
+                or len(convolution.stream_channels) != rows - 1
+                or norm.num_streams != rows - 1
+                or norm.activation != ("identity" if inputs == len(self._layers) else "relu")
+                or norm.max_pool
+                or norm.training is not training
+                or norm.momentum != first.momentum
+                or norm.eps != first.eps
+                or (training and norm.process_group is not None)
+            ):
+                return False
+        _, n, channels, h, w = x.shape
+        if n == 0 or min(h, w) < 1 or channels != layers[0][0].stream_channels[0]:
+            return False
+        if not training or n > 1:
+            return True
+        for convolution, _ in layers[: len(self._layers)]:
+            h, w = ((size - 1) // convolution.stride + 1 for size in (h, w))
+        return h * w > 1  # otherwise a norm raises torch's error
+
+    def _fused(self, x: Tensor, blanked: Tensor | None, integrated_only: bool) -> Tensor:
+        weights, norms, running, strides = [], [], [], []
+        for convolution, norm in self._all_layers():
+            strides.append(convolution.stride)
+            weights += members(convolution.stream_weights)
+            weights += members(convolution.integration_from_streams)
+            weights.append(parameter(convolution, "integrated_weight"))
+            norms += members(norm.stream_weights)
+            norms.append(parameter(norm, "integrated_weight"))
+            norms += members(norm.stream_biases)
+            norms.append(parameter(norm, "integrated_bias"))
+            running += (norm.running_mean, norm.running_var, norm.updates)
+        shortcut = self.downsample is not None
+        options = Options(strides, shortcut, integrated_only, norm.training)
+        return li_block(x, weights, norms, running, blanked, options, norm.momentum, norm.eps)
+
+    def _all_layers(self):
+        """The main path, then the shortcut."""
+        found = self._parts()
+        return found if self.downsample is None else [*found, tuple(self.downsample)]
 
     def forward_stream(self, i: int, x: Tensor) -> Tensor:
         """Stream i alone, `[N, C, H, W]`.
@@ -77,7 +154,8 @@ class _Block(nn.Module):
         return norm.forward_stream(i, convolution.forward_stream(i, x), residual)
 
     def _parts(self):
-        return [tuple(map(self.get_submodule, names)) for names in self._layers]
+        own = self._modules
+        return [(own[convolution], own[norm]) for convolution, norm in self._layers]
 
 
 class LIBasicBlock(_Block):
