@@ -24,22 +24,34 @@ template <typename T>
 using LanesOf = typename Memory<T>::V;
 template <typename T>
 using MaskOf = decltype(LanesOf<T>{} < LanesOf<T>{});
-template <typename T>
-using BytesOf = typename Vector<std::uint8_t, Memory<T>::kLanes>::type;
 
-/// Bytes as the integers of a mask, and back.
+/// Bytes as the integers of a mask, and back. g++ 12 converts by vector instructions only from one
+/// size to the next one.
+template <typename T>
+struct ByteVector {
+  static constexpr int kLanes = Memory<T>::kLanes;
+  using Bytes = typename Vector<std::uint8_t, kLanes>::type;
+  using Shorts = typename Vector<std::uint16_t, kLanes>::type;
+  using Ints = typename Vector<std::uint32_t, kLanes>::type;
+};
+
 template <typename T>
 MaskOf<T> load_bytes(const std::uint8_t* from, Index count = Memory<T>::kLanes) {
-  BytesOf<T> bytes{};
+  using Each = ByteVector<T>;
+  typename Each::Bytes bytes{};
   if (count == Memory<T>::kLanes)
     __builtin_memcpy(&bytes, from, sizeof(bytes));
   else
     for (Index i = 0; i < count; ++i) bytes[i] = from[i];
-  return __builtin_convertvector(bytes, MaskOf<T>);
+  const auto shorts = __builtin_convertvector(bytes, typename Each::Shorts);
+  return __builtin_convertvector(__builtin_convertvector(shorts, typename Each::Ints), MaskOf<T>);
 }
 template <typename T>
 void store_bytes(std::uint8_t* to, MaskOf<T> values, Index count = Memory<T>::kLanes) {
-  const BytesOf<T> bytes = __builtin_convertvector(values, BytesOf<T>);
+  using Each = ByteVector<T>;
+  const auto ints = __builtin_convertvector(values, typename Each::Ints);
+  const auto shorts = __builtin_convertvector(ints, typename Each::Shorts);
+  const auto bytes = __builtin_convertvector(shorts, typename Each::Bytes);
   if (count == Memory<T>::kLanes)
     __builtin_memcpy(to, &bytes, sizeof(bytes));
   else
