@@ -2,8 +2,10 @@
 
     .venv/bin/python benchmarks/linet_step.py --device cpu --batch 4 --size 128 160
 
-The plain model is that of the tests, with a list of streams, in NCHW and in NHWC. All models have
-the same weights, and their outputs are compared before anything is timed. Rounds are interleaved.
+The plain models: that of the tests, with a list of streams, in NCHW and in NHWC, and one with the
+streams side by side in the channels, in NHWC (linet_packed.py). With `--compile`, the two in NHWC
+also under torch.compile. All models have the same weights, and their outputs are compared before
+anything is timed. Rounds are interleaved.
 On a GPU: wall time (of our model also as `fusewise.graphed`), GPU time of the whole step as a CUDA
 graph, kernels, peak memory, and the GPU time of each kind of kernel under torch's profiler.
 """
@@ -21,6 +23,8 @@ from torch.autograd import DeviceType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "python"))
+
+from linet_packed import PackedLINet  # noqa: E402
 
 import linet_reference  # noqa: E402
 from fusewise import graphed, implementation, models  # noqa: E402
@@ -57,7 +61,7 @@ class Contender:
     """A model with its batches, and the call that is timed."""
 
     def __init__(self, model, batches, options):
-        self.model = torch.compile(model) if options.compile else model
+        self.model = model
         self.batches, self.options = batches, options
         self.whole = True  # whether a step can be captured and profiled
         self.autocast = {"device_type": options.device, "dtype": getattr(torch, options.dtype)}
@@ -97,15 +101,20 @@ def contenders(options) -> dict[str, Contender]:
     ours = models.li_resnet18(CHANNELS, num_classes=19, device=options.device)
     plain = linet_reference.li_resnet18(CHANNELS, 19, 1.0).to(options.device)
     plain.load_state_dict(ours.state_dict())
-    plain_nhwc = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    in_nhwc = {"list": copy.deepcopy(plain), "packed": PackedLINet(plain).to(options.device)}
     found = {
         "fusewise": Contender(ours, nhwc, options),
         "list, NCHW": Contender(plain, batches, options),
-        "list, NHWC": Contender(plain_nhwc, nhwc, options),
     }
+    for name, model in in_nhwc.items():
+        model = model.to(memory_format=torch.channels_last)
+        found[f"{name}, NHWC"] = Contender(model, nhwc, options)
+        if options.compile:
+            compiled = torch.compile(copy.deepcopy(model))
+            found[f"{name}, compiled"] = Contender(compiled, nhwc, options)
     for contender in found.values():
         contender.model.train(not options.inference)
-    if options.device == "cuda" and not options.compile:
+    if options.device == "cuda":
         found[GRAPHED] = found["fusewise"].graphed()
     return found
 
@@ -171,7 +180,7 @@ def measure(found: dict[str, Contender], options) -> dict:
 
 def show(facts: dict[str, dict]) -> None:
     for name, row in facts.items():
-        texts = [f"{name:12}"]
+        texts = [f"{name:16}"]
         for clock in ("wall", "gpu"):
             if clock not in row:
                 continue
@@ -184,10 +193,10 @@ def show(facts: dict[str, dict]) -> None:
         print("  ".join(texts))
     kinds = {name: row["kinds"] for name, row in facts.items() if "kinds" in row}
     if kinds:
-        print(f"{'ms (number)':12}" + "".join(f"{kind:>18}" for kind in KINDS))
+        print(f"{'ms (number)':16}" + "".join(f"{kind:>18}" for kind in KINDS))
     for name, row in kinds.items():
         texts = [f"{ms:.2f} ({count:.0f})" for ms, count in (row.get(k, (0, 0)) for k in KINDS)]
-        print(f"{name:12}" + "".join(f"{text:>18}" for text in texts))
+        print(f"{name:16}" + "".join(f"{text:>18}" for text in texts))
 
 
 def main() -> None:
@@ -198,7 +207,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs=2, default=(416, 544), metavar=("H", "W"))
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     parser.add_argument("--inference", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="every model by torch.compile")
+    parser.add_argument("--compile", action="store_true", help="torch.compile as well")
     parser.add_argument(
         "--cudnn-benchmark", action="store_true", help="torch's own tuning, for all"
     )

@@ -229,7 +229,8 @@ def incomplete(log: str) -> str:
 
 def linet_step_jobs(out: Path, _: str) -> list[Job]:
     command = [sys.executable, "benchmarks/linet_step.py", "--device=cuda", "--dtype=float16"]
-    return [Job("bench", [*command, f"--out={out / 'linet_step.json'}"], found=r"(fusewise .*)")]
+    command += ["--cudnn-benchmark", "--compile", f"--out={out / 'linet_step.json'}"]
+    return [Job("bench", command, found=r"(fusewise .*)")]
 
 
 def fuzz_jobs(out: Path, _: str) -> list[Job]:
@@ -329,7 +330,11 @@ def all_parts() -> dict[str, Part]:
         Part(
             "bench-linet",
             linet_step_jobs,
-            lambda: [*operators("linet"), *files("benchmarks/linet_step.py")],
+            lambda: [
+                *operators("linet"),
+                *files("benchmarks/linet_step.py", "benchmarks/linet_packed.py"),
+                *files("tests/python/linet_reference.py"),
+            ],
         ),
         zoo_part(),
         optimize_part(),

@@ -243,9 +243,31 @@ def li_conv_call(shape, stride, first) -> int:
     return len(forward.able)
 
 
-def li_conv_calls() -> int:
+LI_BLOCKS = (
+    # channels, planes, stride
+    (64, 64, 1),
+    (64, 128, 2),
+    (33, 17, 2),
+)
+
+
+def li_block_call(channels, planes, stride) -> int:
+    """Float32 parameters beside half-precision images, a blanked sample, both kinds of results."""
+    block = fusewise.nn.LIBasicBlock(channels, planes, 2, stride, device="cuda")
+    x = torch.randn(3, 2, 7, 6, channels, device="cuda", dtype=torch.float16).movedim(-1, 2)
+    blanked = torch.tensor([[False, True], [False, False]], device="cuda")
+    x[:-1][blanked] = 0
+    for integrated_only in (False, True):
+        leaf = x.detach().requires_grad_()
+        y = block(leaf, blanked, integrated_only)
+        torch.autograd.grad(y, [leaf, *block.parameters()], torch.ones_like(y))
+    return 2
+
+
+def linet_calls() -> int:
     """Few: cuDNN and cuBLASLt take most of the time."""
-    return sum(li_conv_call(*arguments) for arguments in LI_CONVS)
+    convolutions = sum(li_conv_call(*arguments) for arguments in LI_CONVS)
+    return convolutions + sum(li_block_call(*arguments) for arguments in LI_BLOCKS)
 
 
 FAMILIES = {
@@ -253,7 +275,7 @@ FAMILIES = {
     "linear": linear_act_calls,
     "autoencoder": autoencoder_calls,
     "batch_norm": batch_norm_calls,
-    "linet": li_conv_calls,
+    "linet": linet_calls,
 }
 
 if __name__ == "__main__":

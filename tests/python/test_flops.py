@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusewise
 from fusewise.bench.families.autoencoder import eager as eager_autoencoder
-from fusewise.functional import linear_act, mlp, squeeze_excite
+from fusewise.functional import li_conv, linear_act, mlp, squeeze_excite
 from fusewise.models._autoencoder import autoencoder
 from linear_reference import eager, eager_mlp
 from reference import eager as eager_squeeze_excite
@@ -108,6 +108,52 @@ def test_modules_run_their_operator_while_counted(kind):
     assert found[0] == found[1] > 0
     with FlopCounterMode(display=False):
         assert "torch" not in {record.chosen for record in fusewise.explain(ours, x)}
+
+
+@pytest.mark.parametrize("first", (True, False))
+@pytest.mark.parametrize("stride", (1, 2))
+def test_li_conv(first, stride):
+    images = draw((2, 3, 7, 6), (2, 1, 7, 6)) if first else draw((3, 2, 3, 7, 6))
+    channels, count = ((3, 1), 2) if first else ((3, 3), 1)
+    weights = draw(*((4, c, 3, 3) for c in channels), *[(4, 4, 1, 1)] * 2)
+    previous = [] if first else draw((4, 3, 1, 1))
+
+    def ours(*t):
+        x, own = list(t[:count]), t[count:]
+        x = x if first else x[0]
+        last = None if first else own[4]
+        return li_conv(x, list(own[:2]), list(own[2:4]), last, stride=stride, padding=1)
+
+    def plain(*t):
+        x, own = t[:count] if first else t[0].unbind(), t[count:]
+        u = [F.conv2d(image, w, None, stride, 1) for image, w in zip(x, own[:2], strict=False)]
+        y = sum(F.conv2d(each, w) for each, w in zip(u, own[2:4], strict=True))
+        y = y if first else y + F.conv2d(x[2], own[4], stride=stride)
+        return torch.stack([*u, y])
+
+    inputs = [*images, *weights, *previous]
+    for needed in every_choice(len(inputs)):
+        assert counts(ours, inputs, needed) == counts(plain, inputs, needed), needed
+
+
+@pytest.mark.parametrize("integrated_only", (True, False))
+@pytest.mark.parametrize("stride", (1, 2))
+def test_li_block(stride, integrated_only):
+    """As many as its layers have."""
+    block = fusewise.nn.LIBottleneck(8, 2 * stride, 1, stride)
+    x = torch.randn(2, 2, 8, 7, 6)
+    parameters = list(block.parameters())
+    for needed in every_choice(1 + len(parameters)):
+        for i, parameter in enumerate(parameters, 1):
+            parameter.requires_grad_(i in needed)
+
+        def call(x):
+            return block(x, None, integrated_only)
+
+        found = counts(call, [x], needed)
+        hook = block.conv1.register_forward_hook(lambda *_: None)
+        assert found == counts(call, [x], needed), needed
+        hook.remove()
 
 
 @pytest.mark.parametrize("order", itertools.permutations(("fusewise", "torch.utils.flop_counter")))

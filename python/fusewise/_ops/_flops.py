@@ -78,6 +78,85 @@ def _autoencoder_backward(gradient, x, *arguments, **_):
     return total
 
 
+class _Convolution:
+    """FLOPs of a LINet convolution: of each stream, of its mixture, and of the integrated stream.
+
+    image: the shape of one stream's image; previous: the shape of its weight, or None.
+    """
+
+    def __init__(self, image, weights, mix, previous, stride, padding):
+        n, _, h, w = image
+        kernel = weights[0][2]
+        self.size = [(size + 2 * padding - kernel) // stride + 1 for size in (h, w)]
+        pixels = n * prod(self.size)
+        self.streams = [2 * pixels * prod(shape) for shape in weights]
+        self.mixtures = [2 * pixels * prod(shape) for shape in mix]
+        self.integrated = 0 if previous is None else 2 * pixels * prod(previous)
+
+    def forward(self):
+        return sum(self.streams) + sum(self.mixtures) + self.integrated
+
+    def backward(self, images, needs):
+        """images: for each stream whether dx is needed; needs: for each weight."""
+        count = len(self.streams)
+        total = self.integrated * (bool(needs[2 * count]) + bool(images[0]))
+        for i, (dx, dw, dmix) in enumerate(
+            zip(images, needs[:count], needs[count : 2 * count], strict=True)
+        ):
+            total += self.streams[i] * (bool(dx) + bool(dw))
+            total += self.mixtures[i] * (bool(dmix) + bool(dx or dw))
+        return total
+
+
+def _convolution(x, weights, mix, previous, stride, padding):
+    image = x[0] if previous is None else x[0][1:]
+    return _Convolution(image, weights, mix, previous, stride, padding)
+
+
+def _li_conv(*arguments, **_):
+    return _convolution(*arguments[:6]).forward()
+
+
+def _li_conv_backward(gradient, u, cast, x, weights, mix, previous, stride, padding, *others, **_):
+    convolution = _convolution(x, weights, mix, previous, stride, padding)
+    _, needs, *_ = others
+    images, needs = needs[: len(x)], needs[len(x) :]
+    return convolution.backward(images if previous is None else images * len(weights), needs)
+
+
+def _block(x, weights, strides, shortcut):
+    """The convolutions of a residual block."""
+    streams, image = x[0] - 1, x[1:]
+    each, found = 2 * streams + 1, []
+    for i, stride in enumerate(strides):
+        own = weights[i * each : (i + 1) * each]
+        if i == len(strides) - shortcut:
+            image = x[1:]
+        kernels, mix = own[:streams], own[streams:-1]
+        convolution = _Convolution(image, kernels, mix, own[-1], stride, kernels[0][2] // 2)
+        found.append(convolution)
+        image = (image[0], kernels[0][0], *convolution.size)
+    return found
+
+
+def _li_block(x, weights, norms, running, blanked, strides, shortcut, *_, **__):
+    return sum(convolution.forward() for convolution in _block(x, weights, strides, shortcut))
+
+
+def _li_block_backward(gradient, x, kept, statistics, parameters, cast, weights, *others, **_):
+    _, strides, shortcut, _, _, (dx, *needs), *_ = others
+    streams, count = x[0] - 1, len(strides)
+    norms, needs, each = needs[:count], needs[count:], 2 * streams + 1
+    total, needed = 0, dx  # whether the gradient of what the convolution reads is needed
+    for i, convolution in enumerate(_block(x, weights, strides, shortcut)):
+        own = needs[i * each : (i + 1) * each]
+        if i == count - shortcut:
+            needed = dx
+        total += convolution.backward([needed] * streams, own)
+        needed = needed or any(own) or norms[i]
+    return total
+
+
 _FORMULAS = (
     _linear_act,
     _linear_act_backward,
@@ -87,6 +166,10 @@ _FORMULAS = (
     _squeeze_excite_backward,
     _autoencoder,
     _autoencoder_backward,
+    _li_conv,
+    _li_conv_backward,
+    _li_block,
+    _li_block_backward,
 )
 
 
