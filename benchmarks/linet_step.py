@@ -63,7 +63,7 @@ class Contender:
     def __init__(self, model, batches, options):
         self.model = model
         self.batches, self.options = batches, options
-        self.whole = True  # whether a step can be captured and profiled
+        self.whole = True  # whether a step can be captured
         self.autocast = {"device_type": options.device, "dtype": getattr(torch, options.dtype)}
         self.autocast["enabled"] = options.dtype != "float32"
 
@@ -130,27 +130,33 @@ def verify(found: dict[str, Contender], options) -> None:
             raise SystemExit(f"more than {most}: nothing was measured")
 
 
-def by_kind(contender: Contender) -> dict[str, tuple[float, float]]:
-    """For each kind of kernel the ms of GPU time and the number of kernels and copies of a step."""
+def profiled(contender: Contender) -> dict:
+    """The kernels and copies of a step: ms of GPU time and number by kind, and by name. `span_ms`:
+    from the first to the last, idle time included."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for _ in range(2):  # the first recording includes the profiler's own start-up
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             for i in range(PROFILED_STEPS):
                 contender(i % BUFFERS)
             torch.cuda.synchronize()
-    ms, count, names = Counter(), Counter(), Counter()
-    for event in profile.events():
-        if event.device_type != DeviceType.CUDA or event.is_user_annotation:
-            continue
+    ms, count = Counter(), Counter()  # by (kind, name)
+    events = [
+        event
+        for event in profile.events()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    for event in events:
         kind = next(kind for kind, words in KINDS.items() if re.search(words, event.name, re.I))
-        each = (event.time_range.end - event.time_range.start) / 1e3 / PROFILED_STEPS
-        ms[kind] += each
-        count[kind] += 1 / PROFILED_STEPS
-        names[kind, event.name] += each
-    if contender.options.names:
-        for (kind, name), each in names.most_common(contender.options.names):
-            print(f"    {each:7.3f} ms  {kind:12} {name[:120]}")
-    return {kind: (ms[kind], count[kind]) for kind in KINDS if count[kind]}
+        ms[kind, event.name] += event.time_range.elapsed_us() / 1e3 / PROFILED_STEPS
+        count[kind, event.name] += 1 / PROFILED_STEPS
+    names = [(*key, round(each, 4), round(count[key], 2)) for key, each in ms.most_common()]
+    kinds = {}
+    for kind in KINDS:
+        if found := [row for row in names if row[0] == kind]:
+            kinds[kind] = (sum(row[2] for row in found), sum(row[3] for row in found))
+    first = min(event.time_range.start for event in events)
+    last = max(event.time_range.end for event in events)
+    return {"kinds": kinds, "names": names, "span_ms": (last - first) / 1e3 / PROFILED_STEPS}
 
 
 def measure(found: dict[str, Contender], options) -> dict:
@@ -161,12 +167,10 @@ def measure(found: dict[str, Contender], options) -> dict:
     facts: dict[str, dict] = {name: {} for name in found}
     if options.device == "cuda":
         for name, contender in found.items():
+            facts[name] |= profiled(contender)
             if not contender.whole:
                 continue
             facts[name]["peak_bytes"] = peak_bytes(contender)
-            if options.names:
-                print(f"{name}:")
-            facts[name]["kinds"] = by_kind(contender)
             timer = timers[name, "gpu"] = GraphTimer(contender, BUFFERS)
             facts[name]["kernels"] = timer.kernels()
     samples = interleave(timers, options.rounds, options.seconds)
@@ -178,7 +182,7 @@ def measure(found: dict[str, Contender], options) -> dict:
     return facts
 
 
-def show(facts: dict[str, dict]) -> None:
+def show(facts: dict[str, dict], names: int) -> None:
     for name, row in facts.items():
         texts = [f"{name:16}"]
         for clock in ("wall", "gpu"):
@@ -197,6 +201,11 @@ def show(facts: dict[str, dict]) -> None:
     for name, row in kinds.items():
         texts = [f"{ms:.2f} ({count:.0f})" for ms, count in (row.get(k, (0, 0)) for k in KINDS)]
         print(f"{name:16}" + "".join(f"{text:>18}" for text in texts))
+    for name, row in facts.items():
+        if names and "names" in row:
+            print(f"{name}, a step's kernels, in {row['span_ms']:.2f} ms:")
+        for kind, kernel, ms, count in row.get("names", [])[:names]:
+            print(f"    {ms:7.3f} ms ({count:g})  {kind:12} {kernel[:120]}")
 
 
 def main() -> None:
@@ -224,7 +233,7 @@ def main() -> None:
         found = contenders(options)
         verify(found, options)
         facts = measure(found, options)
-    show(facts)
+    show(facts, options.names)
     if options.out:
         described = environment.describe(options.device)
         given = {name: value for name, value in vars(options).items() if name != "out"}
