@@ -8,16 +8,17 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #endif
 
-#include "call.h"
 #include "failure.h"
 
 namespace fusewise::binding {
 namespace {
 
 #ifdef FUSEWISE_CUDA_VERSION
+constexpr auto torch_add = aoti_torch_cuda_add_Tensor;
 constexpr auto convolution = aoti_torch_cuda_convolution;
 constexpr auto convolution_backward = aoti_torch_cuda_convolution_backward;
 #else
+constexpr auto torch_add = aoti_torch_cpu_add_Tensor;
 constexpr auto convolution = aoti_torch_cpu_convolution;
 constexpr auto convolution_backward = aoti_torch_cpu_convolution_backward;
 #endif
@@ -40,7 +41,8 @@ class TorchConvolution : public Convolution {
   }
 
   void backward(const TensorView& dy, const TensorView& x, const TensorView& w, std::int64_t stride,
-                std::int64_t padding, const TensorView& dx, const TensorView& dw) override {
+                std::int64_t padding, const TensorView& dx, const TensorView& dw,
+                bool add) override {
     const Tensor gradient = tensor_of(dy), image = tensor_of(x), weights = tensor_of(w);
     const std::int64_t strides[] = {stride, stride}, paddings[] = {padding, padding};
     const std::int32_t wanted[] = {dx.defined(), dw.defined(), 0};
@@ -52,7 +54,8 @@ class TorchConvolution : public Convolution {
       fail_in("aten::convolution_backward", x.device, dx.defined() ? dx : dw);
     }
     const Tensor found[] = {Tensor(results[0]), Tensor(results[1]), Tensor(results[2])};
-    if (dx.defined()) copy(found[0], tensor_of(dx));
+    if (dx.defined() && add) add_to(tensor_of(dx), found[0]);
+    if (dx.defined() && !add) copy(found[0], tensor_of(dx));
     if (!dw.defined()) return;
     copy(found[1], tensor_of(dw));
     for (const int d : {2, 3}) clear_unread_taps(dw, d, x.sizes[d], dy.sizes[d], stride, padding);
@@ -93,6 +96,14 @@ class TorchConvolution : public Convolution {
 };
 
 }  // namespace
+
+void add_to(const Tensor& sum, const Tensor& term) {
+  AtenTensorHandle result = nullptr;
+  if (torch_add(sum.get(), term.get(), 1.0, &result) != AOTI_TORCH_SUCCESS) {
+    fail_as_torch("aten::add", device_of("sum", sum), bytes_of(sum));
+  }
+  copy(Tensor(result), sum);
+}
 
 Convolution& torch_convolution() {
   static TorchConvolution convolution;

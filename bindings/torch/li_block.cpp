@@ -27,6 +27,7 @@
 #include "common/divide.h"
 #include "common/li_conv.h"
 #include "common/operators.h"
+#include "convolution.h"
 #include "failure.h"
 #include "li_layer.h"
 #include "text.h"
@@ -35,22 +36,18 @@ namespace fusewise::binding {
 namespace {
 
 #ifdef FUSEWISE_CUDA_VERSION
-constexpr auto torch_add = aoti_torch_cuda_add_Tensor;
 constexpr auto torch_cat = aoti_torch_cuda_cat;
 #else
-constexpr auto torch_add = aoti_torch_cpu_add_Tensor;
 constexpr auto torch_cat = aoti_torch_cpu_cat;
 #endif
 
 using Index = std::int64_t;
 
-constexpr Index kAlignment = 128;  // elements between the images that are kept
-
-Index aligned(Index elements) { return divide_up(elements, kAlignment) * kAlignment; }
-
 /// The same tensor, `elements` behind the beginning of `memory`.
 TensorView placed(TensorView view, const TensorView& memory, Index elements) {
-  view.data = static_cast<char*>(memory.data) + elements * size_of(memory.dtype);
+  if (memory.data != nullptr) {
+    view.data = static_cast<char*>(memory.data) + elements * size_of(memory.dtype);
+  }
   return view;
 }
 
@@ -63,9 +60,11 @@ struct Layer {
   Index stride, padding = 0;
   bool integrated_only = false;  ///< whether the norm sees the integrated stream alone
   TensorView z;                  ///< the convolution's result, packed
+  Index integrated_at = 0;       ///< where the integrated stream begins in z, in elements
   /// Where these begin, in elements: z and the norm's result among the images that are kept, mean
-  /// and deviation among the statistics, weight and bias among the parameters.
-  Index z_at = 0, y_at = 0, statistics_at = 0, parameters_at = 0;
+  /// and deviation among the statistics, weight and bias among the parameters, and their gradients,
+  /// which all streams have.
+  Index z_at = 0, y_at = 0, statistics_at = 0, parameters_at = 0, gradients_at = 0;
 };
 
 /// The layers of a block and their sizes. The core checks what this does not read.
@@ -101,6 +100,18 @@ class Block {
   TensorView seen(const Layer& layer, const TensorView& packed) const {
     return layer.integrated_only ? stream_of(packed, streams) : packed;
   }
+  /// The integrated stream of the convolution's result.
+  TensorView integrated(const Layer& layer) const {
+    return placed(stream_of(layer.z, streams), layer.z, layer.integrated_at);
+  }
+  /// What the layer's norm sees of the convolution's result.
+  TensorView normed(const Layer& layer) const {
+    return layer.integrated_only ? integrated(layer) : layer.z;
+  }
+  /// The memory of the convolution's result, in elements.
+  Index z_size(const Layer& layer) const {
+    return layer.integrated_at + stream_of(layer.z, streams).numel();
+  }
   /// [S + 1, C], or [C] for the integrated stream alone.
   TensorView channels(const Layer& layer, DType dtype) const {
     const Index c = layer.z.sizes[2];
@@ -111,16 +122,16 @@ class Block {
   template <typename Body>
   void for_each_gap(const Body& body) const {
     for (std::size_t i = 0; i < layers.size(); ++i) {
-      const Index image = layers[i].z.numel(), z = layers[i].z_at, y = layers[i].y_at;
-      body(z + image, z + aligned(image));
+      const Index z = layers[i].z_at, y = layers[i].y_at, image = layers[i].z.numel();
+      body(z + streams * (image / (streams + 1)), z + layers[i].integrated_at);
+      body(z + z_size(layers[i]), z + aligned(z_size(layers[i])));
       if (i + 1 < length) body(y + image, y + aligned(image));
     }
     body(passes_at + passes().numel() / size_of(x.dtype), kept);
   }
   /// The decisions of the last norm's relu.
   TensorView passes() const {
-    const Layer& last = layers[length - 1];
-    return {nullptr, DType::u8, x.device, {divide_up(seen(last, last.z).numel(), 8)}};
+    return {nullptr, DType::u8, x.device, {divide_up(normed(layers[length - 1]).numel(), 8)}};
   }
 
   const TensorView x;
@@ -128,12 +139,16 @@ class Block {
   const std::size_t length;  ///< of the main path
   std::vector<Layer> layers;
   Index kept = 0, passes_at = 0;  ///< in elements of x's type
-  Index statistics = 0, parameters = 0;
+  Index statistics = 0, parameters = 0, gradients = 0;
 
  private:
   void set_sizes(Layer& layer, const TensorView& from) {
     const TensorView& w = layer.weights.streams[0].w;
     check(w.rank == 4, "stream 0: w: expected [K, ", from.sizes[2], ", R, R], got ", w);
+    for (const LiConvStream& each : layer.weights.streams) {
+      check(each.w.device == x.device, "w: expected a tensor on ", x.device, ", got one on ",
+            each.w.device);
+    }
     check_packed(layer.weights);
     check(layer.stride >= 1, "stride: expected at least 1, got ", layer.stride);
     const Index kernel = w.sizes[2];
@@ -148,14 +163,18 @@ class Block {
   }
 
   void place(Layer& layer, bool keeps_y) {
-    const Index image = aligned(layer.z.numel()), each = channels(layer, DType::f32).numel();
+    const Index before = streams * (layer.z.numel() / (streams + 1));
+    layer.integrated_at = layer.integrated_only ? aligned(before) : before;
     layer.z_at = kept;
-    layer.y_at = kept + image;
-    kept += keeps_y ? 2 * image : image;
+    layer.y_at = kept + aligned(z_size(layer));
+    kept = layer.y_at + (keeps_y ? aligned(layer.z.numel()) : 0);
+    const Index each = channels(layer, DType::f32).numel();
     layer.statistics_at = statistics;
     statistics += 2 * each;
     layer.parameters_at = parameters;
     parameters += 2 * each;
+    layer.gradients_at = gradients;
+    gradients += 2 * (streams + 1) * layer.z.sizes[2];
   }
 };
 
@@ -238,13 +257,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> li_block_forward(
   const TensorView statistics_view = view_of("statistics", statistics);
   // What is not kept. Each result is read by the next step alone.
   Index largest = 0;
-  for (const Layer& layer : block.layers) largest = std::max(largest, layer.z.numel());
+  for (const Layer& layer : block.layers) largest = std::max(largest, block.z_size(layer));
   const Tensor z_memory = new_dense(x, dtype, {save ? 0 : largest});
   const Tensor y_memory = new_dense(x, dtype, {save || block.length == 1 ? 0 : largest});
   const Layer& last = block.layers[block.length - 1];
-  const Index residual_size = shortcut ? block.seen(last, last.z).numel() : 0;
+  const Index residual_size = shortcut ? block.normed(last).numel() : 0;
   const Tensor residual = new_dense(x, dtype, {residual_size});
-  const Tensor y = new_strided(x, channels_last(block.seen(last, last.z)));
+  const Tensor y = new_strided(x, channels_last(block.normed(last)));
 
   std::vector<LiConvForward> convolutions;
   std::vector<BatchNormActForward> calls;
@@ -257,19 +276,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> li_block_forward(
         convolution_call<LiConvForward>(layer, {tf32, reduced_sums, tune}, convolution));
     read_image(layer, block.is_first(i) ? block.x : calls[i - 1].y, conv.m);
     conv.u = first_streams(layer.z, block.streams);
-    conv.y = stream_of(layer.z, block.streams);
+    conv.y = block.integrated(layer);
 
     BatchNormActForward& call = calls.emplace_back();
-    call.x = block.seen(layer, layer.z);
+    call.x = block.normed(layer);
     const TensorView channels = block.channels(layer, parameters_view.dtype);
     call.weight = placed(channels, parameters_view, layer.parameters_at);
     call.bias = placed(channels, parameters_view, layer.parameters_at + channels.numel());
-    call.running_mean = block.seen(layer, view_of("running_mean", running[3 * i]));
-    call.running_var = block.seen(layer, view_of("running_var", running[3 * i + 1]));
+    const auto of_streams = [&](const char* name, const Tensor& tensor) {
+      const TensorView view = view_of(name, tensor);
+      check(view.rank >= 1 && view.sizes[0] == block.streams + 1, name, ": expected ",
+            block.streams + 1, " rows, got ", view);
+      return block.seen(layer, view);
+    };
+    call.running_mean = of_streams("running_mean", running[3 * i]);
+    call.running_var = of_streams("running_var", running[3 * i + 1]);
     if (training) {
       check_dtype("num_batches_tracked", running[3 * i + 2], DType::i64);
-      call.num_batches_tracked =
-          block.seen(layer, view_of("num_batches_tracked", running[3 * i + 2]));
+      call.num_batches_tracked = of_streams("num_batches_tracked", running[3 * i + 2]);
     }
     if (blanked.has_value() && !layer.integrated_only) {
       check_dtype("blanked", *blanked, DType::b8);
@@ -301,11 +325,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> li_block_forward(
   for (std::size_t i = 0; i < calls.size(); ++i) {
     check_sizes(convolutions[i]);
     check_call(kBatchNormAct, context.get().device, calls[i]);
+    // If an implementation is forced, also whether it can run.
+    if (!convolutions[i].implementation.empty()) explain(context.get(), convolutions[i]);
+    if (!calls[i].implementation.empty()) explain_checked(kBatchNormAct, context.get(), calls[i]);
   }
   if (save) block.for_each_gap([&](Index begin, Index end) { clear(kept_view, begin, end); });
   const auto run = [&](std::size_t i) {
     li_conv(context.get(), convolutions[i]);
-    batch_norm_act(context.get(), calls[i]);
+    run_checked(kBatchNormAct, context.get(), calls[i]);
   };
   if (shortcut) run(block.length);
   for (std::size_t i = 0; i < block.length; ++i) run(i);
@@ -326,7 +353,7 @@ class Backward {
         statistics_(checked("statistics", statistics, wide_, block.statistics)),
         parameters_(checked("parameters", parameters, view_of("parameters", parameters).dtype,
                             block.parameters)),
-        dparameters_(new_dense(x, parameters_.dtype, {all_parameters()})) {
+        dparameters_(new_dense(x, parameters_.dtype, {block.gradients})) {
     m_.resize(block.layers.size());
     for (std::size_t i = 0; i < block.layers.size(); ++i) {
       Layer& layer = block.layers[i];
@@ -348,7 +375,7 @@ class Backward {
     const Layer& layer = block_.layers[i];
     BatchNormActBackward call;
     call.dy = dy;
-    call.x = block_.seen(layer, layer.z);
+    call.x = block_.normed(layer);
     const TensorView channels = block_.channels(layer, parameters_.dtype);
     const TensorView wide = block_.channels(layer, wide_);
     call.weight = placed(channels, parameters_, layer.parameters_at);
@@ -364,25 +391,20 @@ class Backward {
     call.dresidual = dresidual;
     if (needs_parameters) {
       const Index of_streams = layer.integrated_only ? block_.streams * layer.z.sizes[2] : 0;
-      const Index each = (block_.streams + 1) * layer.z.sizes[2];
-      Index before = 0;
-      for (std::size_t j = 0; j < i; ++j) {
-        before += 2 * (block_.streams + 1) * block_.layers[j].z.sizes[2];
-      }
+      const Index each = (block_.streams + 1) * layer.z.sizes[2], begin = layer.gradients_at;
       const TensorView all = view_of("gradient", dparameters_);
-      call.dweight = placed(channels, all, before + of_streams);
-      call.dbias = placed(channels, all, before + each + of_streams);
-      if (of_streams > 0) {  // the streams' parameters are not used
-        clear(all, before, before + 2 * each);
-      }
+      call.dweight = placed(channels, all, begin + of_streams);
+      call.dbias = placed(channels, all, begin + each + of_streams);
+      if (of_streams > 0) clear(all, begin, begin + 2 * each);  // the streams' are not used
     }
     call.implementation = implementation;
     batch_norm_act(context_, call);
   }
 
   /// Through the convolution of a layer, with the gradient of what its norm sees. Weight gradients
-  /// are those that the layer's streams and `dprevious` have. `dx`: packed, or absent.
-  void through_convolution(std::size_t i, const TensorView& dz, const TensorView& dx,
+  /// are those that the layer's streams and `dprevious` have. `dx`: packed, or absent. With `add`,
+  /// the gradient is added to what it holds.
+  void through_convolution(std::size_t i, const TensorView& dz, const TensorView& dx, bool add,
                            const TensorView& dprevious, ProductMath math,
                            const Text& implementation) {
     Layer& layer = block_.layers[i];
@@ -392,6 +414,7 @@ class Backward {
     }
     if (dx.defined()) call.dm = stream_of(dx, block_.streams);
     call.dprevious = dprevious;
+    call.add = add;
     call.m = m_[i];
     call.u = first_streams(layer.z, block_.streams);
     if (layer.integrated_only) {
@@ -405,12 +428,6 @@ class Backward {
 
  private:
   TensorView y_of(const Layer& layer) const { return placed(layer.z, kept_, layer.y_at); }
-
-  Index all_parameters() const {
-    Index total = 0;
-    for (const Layer& layer : block_.layers) total += 2 * (block_.streams + 1) * layer.z.sizes[2];
-    return total;
-  }
 
   TensorView checked(const char* name, const Tensor& tensor, DType dtype, Index elements) const {
     const TensorView view = view_of(name, tensor);
@@ -428,15 +445,6 @@ class Backward {
   Tensor dparameters_;
   std::vector<TensorView> m_;  // of each layer's convolution
 };
-
-/// A sum of two tensors of one shape and layout.
-Tensor sum_of(const Tensor& a, const Tensor& b) {
-  AtenTensorHandle result = nullptr;
-  if (torch_add(a.get(), b.get(), 1.0, &result) != AOTI_TORCH_SUCCESS) {
-    fail_as_torch("aten::add", device_of("x", a), bytes_of(a));
-  }
-  return Tensor(result);
-}
 
 /// Returns the gradients of x, of the norms' parameters (see `Backward::dparameters`) and of the
 /// weights. `needs`: whether x's is needed, then for each layer whether a parameter of the norm has
@@ -489,37 +497,39 @@ std::vector<Tensor> li_block_backward(
     dprevious[i] = gradients.next_kernel(own[each - 1], block.layers[i].weights.previous);
   }
 
-  /// From the gradient of a layer's result to that of its input, which is absent if not needed.
-  const auto through = [&](std::size_t i, const Tensor& from, TensorView dresidual) {
+  /// From the gradient of a layer's result to that of its input, which is absent if not needed. It
+  /// is added to `other`, if that is given.
+  const auto through = [&](std::size_t i, const Tensor& from, TensorView dresidual,
+                           const std::optional<Tensor>& other) {
     const Layer& layer = block.layers[i];
-    std::optional<Tensor> dz, dx;
-    if (z_needs(i)) dz = backward.new_image(block.seen(layer, layer.z));
+    std::optional<Tensor> dz, dx = other;
+    if (z_needs(i)) dz = backward.new_image(block.normed(layer));
     backward.through_norm(i, view_of("gradient", from), view_of("gradient", dz), dresidual,
                           norm_needs(i), training, blanked, norm);
     if (!dz.has_value()) return dx;
-    if (input_needs(i))
+    if (!dx.has_value() && input_needs(i))
       dx = backward.new_image(block.is_first(i) ? block.x : block.layers[i - 1].z);
-    backward.through_convolution(i, view_of("gradient", *dz), view_of("gradient", dx), dprevious[i],
-                                 {tf32, reduced_sums, tune}, convolution);
+    backward.through_convolution(i, view_of("gradient", *dz), view_of("gradient", dx),
+                                 other.has_value(), dprevious[i], {tf32, reduced_sums, tune},
+                                 convolution);
     return dx;
   };
   const Layer& last = block.layers[block.length - 1];
   const bool residual_needs =
       x_needs || (shortcut && (norm_needs(block.length) || z_needs(block.length)));
-  std::optional<Tensor> residual, main = dy, other;
-  if (residual_needs) residual = backward.new_image(block.seen(last, last.z));
+  std::optional<Tensor> residual, main = dy;
+  if (residual_needs) residual = backward.new_image(block.normed(last));
+  // Without a shortcut, x gets the residual's gradient as well.
+  const bool x_gets_residual = x_needs && !shortcut;
   for (std::size_t i = block.length; i-- > 0 && main.has_value();) {
-    main = through(i, *main, i + 1 == block.length ? view_of("gradient", residual) : TensorView());
+    main = through(i, *main, i + 1 == block.length ? view_of("gradient", residual) : TensorView(),
+                   i == 0 && x_gets_residual && !integrated_only ? residual : std::nullopt);
   }
-  if (shortcut && residual_needs) other = through(block.length, *residual, {});
-  Tensor dx = new_dense(x, block.x.dtype, {0});
-  if (x_needs && (shortcut || !integrated_only)) {
-    dx = sum_of(*main, shortcut ? *other : *residual);
-  } else if (x_needs) {
-    dx = *main;
-    const Tensor m = tensor_of(stream_of(view_of("gradient", dx), block.streams));
-    copy(sum_of(m, *residual), m);
+  if (shortcut && residual_needs) main = through(block.length, *residual, {}, main);
+  if (x_gets_residual && integrated_only) {
+    add_to(tensor_of(stream_of(view_of("gradient", *main), block.streams)), *residual);
   }
+  const Tensor dx = x_needs ? *main : new_dense(x, block.x.dtype, {0});
   gradients.finish(context);
   std::vector<Tensor> found = gradients.take();
   found.insert(found.begin(), {dx, backward.dparameters()});

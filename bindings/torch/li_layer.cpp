@@ -3,17 +3,12 @@
 #include "li_layer.h"
 
 #include "common/check.h"
-#include "common/divide.h"
 #include "common/li_conv.h"
 
 namespace fusewise::binding {
 namespace {
 
-constexpr std::int64_t kAlignment = 128;  // elements between copies of weights, 256 bytes
-
 bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
-
-std::int64_t aligned(std::int64_t elements) { return divide_up(elements, kAlignment) * kAlignment; }
 
 /// The weights of a 1x1 convolution as a matrix.
 TensorView as_matrix_of_weights(TensorView view) {

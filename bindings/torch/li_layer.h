@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "call.h"
+#include "common/divide.h"
 #include "fusewise/li_conv.h"
 
 namespace fusewise::binding {
@@ -30,6 +31,10 @@ class LiWeights {
 /// Throws Error unless the streams and the integrated one have the same number of channels behind
 /// the layer.
 void check_packed(const LiWeights& layer);
+
+/// Images and weights that share a tensor begin at multiples of 256 bytes, if these are of half
+/// precision. In elements.
+constexpr std::int64_t aligned(std::int64_t elements) { return divide_up(elements, 128) * 128; }
 
 /// Copies of float32 weights in the type of half-precision images, for several layers.
 class WeightCasts {

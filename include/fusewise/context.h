@@ -64,17 +64,18 @@ class Convolution {
   ///
   /// Requirements on the call: all tensors have one floating dtype and one device, and no size is
   /// 0. y and dy are channels-last without gaps; x, w, dx and dw may have any strides. y, dx and dw
-  /// overlap nothing, and their old contents must not be read.
+  /// overlap nothing, and unless backward adds, their old contents must not be read.
   ///
   /// Guarantees of the result: sums are at least float32 (float64 for float64). On CUDA the work is
   /// enqueued on the context's stream. An exception ends the call of the operator and reaches its
   /// caller. Runs on the thread that calls the operator; several threads may call at once.
   virtual void forward(const TensorView& x, const TensorView& w, std::int64_t stride,
                        std::int64_t padding, const TensorView& y) = 0;
-  /// The gradients of x and w. An absent one is not computed.
+  /// The gradients of x and w. An absent one is not computed. With `add`, that of x is added to
+  /// what dx holds.
   virtual void backward(const TensorView& dy, const TensorView& x, const TensorView& w,
                         std::int64_t stride, std::int64_t padding, const TensorView& dx,
-                        const TensorView& dw) = 0;
+                        const TensorView& dw, bool add) = 0;
 };
 
 /// Where a call runs and what it may use.

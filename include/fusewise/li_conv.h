@@ -80,6 +80,7 @@ struct LiConvBackward {
   /// out, each may be absent.
   TensorView dm;         ///< [N, E, H, W]
   TensorView dprevious;  ///< [D, E]
+  bool add = false;      ///< every dx and dm is added to what it holds
 
   std::string_view implementation = {};
 };

@@ -247,7 +247,9 @@ bool is_channels_last(const TensorView& t) {
 
 TensorView stream_of(const TensorView& packed, std::int64_t stream) {
   TensorView one = packed;
-  one.data = static_cast<char*>(packed.data) + stream * packed.strides[0] * size_of(packed.dtype);
+  if (packed.data != nullptr) {
+    one.data = static_cast<char*>(packed.data) + stream * packed.strides[0] * size_of(packed.dtype);
+  }
   one.rank = packed.rank - 1;
   for (int d = 0; d < packed.rank; ++d) {
     one.sizes[d] = d < one.rank ? packed.sizes[d + 1] : 0;

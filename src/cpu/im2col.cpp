@@ -143,7 +143,8 @@ void Im2col<T>::forward(const TensorView& x, const TensorView& w, Index stride, 
 
 template <typename T>
 void Im2col<T>::backward(const TensorView& dy, const TensorView& x, const TensorView& w,
-                         Index stride, Index padding, const TensorView& dx, const TensorView& dw) {
+                         Index stride, Index padding, const TensorView& dx, const TensorView& dw,
+                         bool add) {
   using A = AccumulatorOf<T>;
   const Taps<T> taps(x, w, stride, padding, dy);
   const Index width = taps.width(), channels = w.sizes[0], all = channels * width;
@@ -180,11 +181,9 @@ void Im2col<T>::backward(const TensorView& dy, const TensorView& x, const Tensor
           int count = 0;
           taps.for_readers(
               h, column, [&](Index offset) { readers.data()[count++] = columns.data() + offset; });
-          T* const to = at<T>(dx, n, 0, h, column);
-          T* const sum = dx.strides[1] == 1 ? to : line.data();
-          kernels_.sum_rows(readers.data(), count, inputs, sum);
-          if (sum == to) continue;
-          for (Index c = 0; c < inputs; ++c) to[c * dx.strides[1]] = sum[c];
+          kernels_.sum_rows(readers.data(), count, inputs, line.data());
+          write_pixel(kernels_, line.data(), inputs, at<T>(dx, n, 0, h, column), dx.strides[1],
+                      add);
         }
       }
     });

@@ -12,6 +12,21 @@ namespace fusewise::cpu {
 void multiply(const Context& context, const TensorView& a, const TensorView& b,
               const TensorView& d);
 
+/// Writes the channels of a pixel, which are `stride` apart, or adds to them.
+template <typename T>
+void write_pixel(const LiConvKernels<T>& kernels, const T* from, std::int64_t channels, T* to,
+                 std::int64_t stride, bool add) {
+  if (!add) {
+    for (std::int64_t c = 0; c < channels; ++c) to[c * stride] = from[c];
+    return;
+  }
+  const std::int64_t together = stride == 1 ? channels : 1;
+  for (std::int64_t c = 0; c < channels; c += together) {
+    const T* const terms[] = {from + c, to + c * stride};
+    kernels.sum_rows(terms, 2, together, to + c * stride);
+  }
+}
+
 template <typename T>
 class Im2col final : public Convolution {
  public:
@@ -21,7 +36,8 @@ class Im2col final : public Convolution {
   void forward(const TensorView& x, const TensorView& w, std::int64_t stride, std::int64_t padding,
                const TensorView& y) override;
   void backward(const TensorView& dy, const TensorView& x, const TensorView& w, std::int64_t stride,
-                std::int64_t padding, const TensorView& dx, const TensorView& dw) override;
+                std::int64_t padding, const TensorView& dx, const TensorView& dw,
+                bool add) override;
 
  private:
   const Context& context_;

@@ -69,7 +69,7 @@ class Operation {
       const LiConvStream& stream = call.streams[i];
       if (!needs_gradient(stream)) continue;
       convolution_.backward(stream_of(g, i), stream.x, stream.w, call.stride, call.padding,
-                            stream.dx, stream.dw);
+                            stream.dx, stream.dw, call.add);
     }
   }
 
@@ -160,7 +160,7 @@ class Operation {
 
   /// The gradients of all u_s, du included, to `g`, and dm.
   void distribute(const LiConvBackward& call, const LiConvSizes& s, T* g) const {
-    if (call.dm.defined() && call.stride > 1) fill_with_zeros(call.dm);
+    if (call.dm.defined() && call.stride > 1 && !call.add) fill_with_zeros(call.dm);
     const Scratch<T> weights(context_, s.d * width(s));
     gather_weights(call, s, weights.data());
     const TensorView w = transposed(matrix(call.dy, weights.data(), s.d, width(s)));
@@ -179,8 +179,8 @@ class Operation {
           kernels_.sum_rows(parts, call.du.defined() ? 2 : 1, s.k, g + at);
         }
         if (!call.dm.defined()) return;
-        T* to = pixel(call.dm, s, call.stride, first + i);
-        for (Index c = 0; c < s.e; ++c) to[c * call.dm.strides[1]] = from[c];
+        write_pixel(kernels_, from, s.e, pixel(call.dm, s, call.stride, first + i),
+                    call.dm.strides[1], call.add);
       });
     }
   }

@@ -9,7 +9,8 @@ namespace fusewise::cpu {
 
 template <typename T, typename A = AccumulatorOf<T>>
 struct LiConvKernels {
-  /// out[i] = rows[0][i] + rows[1][i] + ..., rounded once. `count` may be 0.
+  /// out[i] = rows[0][i] + rows[1][i] + ..., rounded once. `count` may be 0, and out one of the
+  /// rows.
   void (*sum_rows)(const T* const* rows, int count, std::int64_t columns, T* out);
   /// sums[i] += row[i].
   void (*accumulate)(const T* row, std::int64_t columns, A* sums);

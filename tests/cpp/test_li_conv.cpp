@@ -319,6 +319,51 @@ TEST(LiConv, OnlyWhatIsWanted) {
   }
 }
 
+/// The terms that dx and dm hold are still there, once.
+TEST(LiConv, AddsToGradients) {
+  struct {
+    LiSizes sizes;
+    DType dtype;
+    Layout layout;
+  } const each[] = {
+      {{}, DType::f32, Layout::channels_last},
+      {{.stride = 2}, DType::f64, Layout::channels_last},
+      {{.kernel = 1, .stride = 2}, DType::bf16, Layout::nchw},
+      {{.stride = 2}, DType::f16, Layout::channels_last_sliced},
+  };
+  for (const auto& [sizes, dtype, layout] : each) {
+    SCOPED_TRACE(name_of(dtype));
+    LiCase plain(sizes, dtype, layout), added(sizes, dtype, layout);
+    const auto views = plain.views();
+    li_conv({}, plain.forward(views));
+    li_conv({}, plain.backward(views));
+    const auto sums = added.views();
+    li_conv({}, added.forward(sums));
+    unsigned seed = 100;
+    std::vector<std::pair<Tensor*, const Tensor*>> pairs{{&added.dm, &plain.dm}};
+    for (std::size_t i = 0; i < added.streams.size(); ++i) {
+      pairs.emplace_back(&added.streams[i].dx, &plain.streams[i].dx);
+    }
+    std::vector<Values> expected;
+    for (const auto& [sum, gradient] : pairs) {
+      sum->fill(seed++);
+      Values& wanted = expected.emplace_back();
+      for (Index i = 0; i < sum->numel(); ++i) {
+        const double term = sum->get(i), other = gradient->get(i);
+        wanted.push_back({term + other, 2 * epsilon(dtype) * (std::abs(term) + std::abs(other))});
+      }
+    }
+    LiConvBackward call = added.backward(sums);
+    call.add = true;
+    li_conv({}, call);
+    for (std::size_t i = 0; i < pairs.size(); ++i) {
+      EXPECT_TRUE(all_close(*pairs[i].first, expected[i])) << i;
+    }
+    EXPECT_EQ(added.dprevious.memory(), plain.dprevious.memory());
+    EXPECT_EQ(added.streams[0].dw.memory(), plain.streams[0].dw.memory());
+  }
+}
+
 TEST(LiConv, NoSamples) {
   LiCase t({.n = 0}, DType::f32);
   const auto views = t.views();
@@ -335,7 +380,7 @@ TEST(LiConv, NoSamples) {
 /// Counts its calls, and gives constants.
 class Constants : public Convolution {
  public:
-  int forwards = 0, backwards = 0;
+  int forwards = 0, backwards = 0, adds = 0;
 
   void forward(const TensorView& x, const TensorView& w, std::int64_t stride, std::int64_t padding,
                const TensorView& y) override {
@@ -346,8 +391,9 @@ class Constants : public Convolution {
     fill(y, 2);
   }
   void backward(const TensorView& dy, const TensorView&, const TensorView&, std::int64_t,
-                std::int64_t, const TensorView& dx, const TensorView& dw) override {
+                std::int64_t, const TensorView& dx, const TensorView& dw, bool add) override {
     ++backwards;
+    adds += add;
     EXPECT_TRUE(dy.strides[1] == 1 || dy.sizes[1] == 1);
     if (dx.defined()) fill(dx, 3);
     if (dw.defined()) fill(dw, 4);
@@ -371,8 +417,13 @@ TEST(LiConv, ConvolutionOfTheContext) {
   views[1].dx = views[1].dw = {};
   li_conv(context, t.backward(views));
   EXPECT_EQ(convolution.backwards, 1);
+  EXPECT_EQ(convolution.adds, 0);
   EXPECT_TRUE(all_close(t.streams[0].dx, Values(t.streams[0].dx.numel(), Bounded{3, 0})));
   EXPECT_TRUE(all_close(t.streams[0].dw, Values(t.streams[0].dw.numel(), Bounded{4, 0})));
+  LiConvBackward call = t.backward(views);
+  call.add = true;
+  li_conv(context, call);
+  EXPECT_EQ(convolution.adds, 1);
 }
 
 // Errors. ----------------------------------------------------------------------------------------

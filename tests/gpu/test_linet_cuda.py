@@ -271,6 +271,61 @@ def test_one_pass_gradients_of_the_integration(size, channels, stride, dtype):
         assert report.passed, str(report)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("streams", [1, 3, 5])
+@pytest.mark.parametrize("size", [(1, 1, 1), (3, 13, 11), (5, 104, 74)], ids=str)
+def test_one_pass_gradients_of_the_streams(size, streams, channels, dtype):
+    """Before their convolutions. These change nothing, so the gradients of x are the same ones."""
+    n, h, w = size
+    torch.manual_seed(0)
+    shape = (streams + 1, n, h, w, channels)
+    x = torch.randn(shape, device="cuda", dtype=dtype).movedim(-1, 2).requires_grad_()
+    dy = torch.randn(shape, device="cuda", dtype=dtype).movedim(-1, 2)
+    same = torch.eye(channels, device="cuda", dtype=dtype)[..., None, None]
+    mix = [torch.randn(channels, channels, device="cuda", dtype=dtype) for _ in range(streams)]
+    previous = torch.zeros(channels, channels, device="cuda", dtype=dtype)
+    results = {}
+    for name in ("one_pass_all", "accumulate"):
+        with fusewise.implementation(li_conv_backward=name):
+            y = li_conv(x, [same] * streams, mix, previous)
+            (results[name],) = torch.autograd.grad(y, x, dy, retain_graph=True)
+            (again,) = torch.autograd.grad(y, x, dy)
+        assert same_bits(results[name], again)
+    for stream, m in enumerate(mix):
+        right, terms = (
+            change(dy[stream]) + torch.einsum("ndhw,dk->nkhw", change(dy[-1]), change(m))
+            for change in (torch.Tensor.double, lambda t: t.double().abs())
+        )
+        found = (results[name][stream] for name in results)
+        allowed = scale(largest(right), largest(terms), 0, dtype)
+        report = compare(f"stream {stream}", *found, right, allowed, computed_in=dtype)
+        assert report.passed, str(report)
+
+
+def test_one_pass_where_only_the_integrated_stream_has_a_gradient():
+    torch.manual_seed(0)
+    block = fusewise.nn.LIBasicBlock(64, 64, 3, device="cuda")
+    x = torch.randn(4, 3, 17, 19, 64, device="cuda", dtype=torch.float16).movedim(-1, 2)
+    results = {}
+    for name in ("one_pass_all", "accumulate"):
+        leaf = x.detach().requires_grad_()
+        with fusewise.implementation(li_conv_backward=name):
+            y = block(leaf, integrated_only=True)
+            results[name] = torch.autograd.grad(y, leaf, torch.ones_like(y))[0].double()
+    one, other = results.values()
+    assert (one - other).norm() < 2e-3 * other.norm()
+
+
+def test_a_block_that_one_pass_cannot_run_changes_nothing():
+    block = fusewise.nn.LIBottleneck(64, 48, 3, device="cuda")  # the shortcut could
+    x = torch.randn(4, 3, 9, 9, 64, device="cuda", dtype=torch.float16).movedim(-1, 2)
+    before = {name: t.clone() for name, t in block.state_dict().items()}
+    with fusewise.implementation(li_conv="one_pass"), pytest.raises(RuntimeError, match="one_pass"):
+        block(x)
+    assert all(same_bits(t, before[name]) for name, t in block.state_dict().items())
+
+
 def test_one_pass_declines_and_yields():
     def record(c, k, dtype=torch.float16):
         x = [torch.randn(2, c, 8, 8, device="cuda", dtype=dtype)]

@@ -3,7 +3,7 @@
 import torch
 
 from ._operator import _refuse, wide_dtype
-from .li_conv import cast_elements, channels_last, check_li_conv
+from .li_conv import aligned, cast_elements, channels_last, check_li_conv
 
 li_block = torch.ops.fusewise._li_block.default
 li_block_backward = torch.ops.fusewise._li_block_backward.default
@@ -25,13 +25,15 @@ def _(
         kernel = kernels[0].shape[2]
         n, k, _, p, q = check_li_conv([source], kernels, mix, previous, stride, kernel // 2, True)
         z = x.new_empty((rows, n, k, p, q))
-        kept += (1 + (i + 1 < length)) * _aligned(z.numel())
         alone = integrated_only and i + 1 >= length
+        streams = z[:-1].numel()
+        kept += aligned((aligned(streams) if alone else streams) + z[-1].numel())
+        kept += aligned(z.numel()) if i + 1 < length else 0
         statistics += 2 * k * (1 if alone else rows)
         parameters += 2 * k * (1 if alone else rows)
         if i + 1 == length:
             y = channels_last(x, z.shape[1:] if alone else z.shape)
-            kept += _aligned(_units((y.numel() + 7) // 8, x.element_size()))
+            kept += aligned(_units((y.numel() + 7) // 8, x.element_size()))
     wide = wide_dtype(x)
     if not save:
         nothing = [x.new_empty(0) for _ in range(3)]
@@ -63,8 +65,3 @@ def _(
 
 def _units(count, size):
     return (count + size - 1) // size
-
-
-def _aligned(elements):
-    """As the operator lays out what it keeps."""
-    return _units(elements, 128) * 128

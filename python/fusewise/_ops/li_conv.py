@@ -134,7 +134,12 @@ def cast_elements(image, weights):
     if image.dtype not in (torch.float16, torch.bfloat16):
         return 0
     found = (w.numel() for w in weights if w is not None and w.dtype == torch.float32)
-    return sum((count + 127) // 128 * 128 for count in found)
+    return sum(map(aligned, found))
+
+
+def aligned(elements):
+    """As the operators lay out what shares a tensor."""
+    return (elements + 127) // 128 * 128
 
 
 def _convolved(image, r, stride, padding, has_m):

@@ -1,5 +1,6 @@
 """LINet's residual block as one operator each way."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,10 +10,10 @@ from torch import Tensor
 from .. import _ops
 from .._settings import settings
 from .._torch_private import is_batched_gradient
-from ._products import product_math
+from ._products import product_math, without_autocast
 from ._transforms import direct_apply, formula_gradients, needs_graph
 from .batch_norm import batch_norm_act
-from .li_conv import cast_images, li_conv
+from .li_conv import cast_images, li_conv, strides_of
 
 
 class Options(NamedTuple):
@@ -52,35 +53,44 @@ def li_block(
     """
     x, *weights = cast_images([x], weights, keep_float32=True)
     numbers = (-1.0 if momentum is None else momentum, eps)
-    tensors = (x, *weights, *norms)
+    tensors = _Tensors(x, weights, norms, blanked)
     call = (options, numbers, product_math(x, "conv"), (settings.li_conv, settings.batch_norm_act))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *norms)):
         backward = settings.li_conv_backward, settings.batch_norm_act_backward
         apply = _LIBlock.apply if torch.compiler.is_compiling() else _direct_apply
-        return apply((*call, backward), *tensors, *running, blanked)
-    return _forward(call, _Tensors(*tensors, *running, blanked), save=False)[0]
+        return apply((*call, backward), *tensors.in_a_row(), *running)
+    return _forward(call, tensors, running, save=False)[0]
 
 
-class _Tensors:
-    """The tensors that autograd sees, by what they are."""
+class _Tensors(NamedTuple):
+    x: Tensor
+    weights: Sequence[Tensor]
+    norms: Sequence[Tensor]
+    blanked: Tensor | None
 
-    def __init__(self, x, *others):
-        *others, self.blanked = others
-        rows = x.shape[0]
-        # Each layer has 2 S + 1 weights, 2 S + 2 tensors of its norm and 3 of running statistics.
-        layers = len(others) // (4 * rows + 2)
-        weights, norms = layers * (2 * rows - 1), layers * 2 * rows
-        self.x, self.rows = x, rows
-        self.weights = others[:weights]
-        self.norms = others[weights : weights + norms]
-        self.running = others[weights + norms :]
+    def in_a_row(self) -> tuple:
+        """As autograd sees them."""
+        return (self.x, *self.weights, *self.norms, self.blanked)
+
+    @property
+    def rows(self) -> int:
+        """S + 1. A layer has 2 S + 1 weights, and its norm twice as many parameters as rows."""
+        return self.x.shape[0]
 
 
-def _forward(call, t, save):
-    options, numbers, math, forced = call
+def _by_kind(options, x, *others):
+    """The tensors, and what follows them."""
+    layers, rows = len(options.strides), x.shape[0]
+    weights = layers * (2 * rows - 1)
+    end = weights + layers * 2 * rows
+    return _Tensors(x, others[:weights], others[weights:end], others[end]), others[end + 1 :]
+
+
+def _forward(call, t, running, save):
+    options, numbers, product, forced = call
     try:
         return _ops.li_block(
-            t.x, t.weights, t.norms, t.running, t.blanked, *options, *numbers, save, *math, *forced
+            t.x, t.weights, t.norms, running, t.blanked, *options, *numbers, save, *product, *forced
         )
     except (RuntimeError, ValueError) as error:
         named = {f"weights[{i}]": w for i, w in enumerate(t.weights)}
@@ -92,24 +102,30 @@ class _LIBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *tensors):
         *call, ctx.forced = call
-        t = _Tensors(*tensors)
-        y, *saved, cast = _forward(call, t, save=True)
-        ctx.call = call
-        ctx.save_for_backward(*saved, cast if cast.numel() else None, *tensors)
+        t, running = _by_kind(call[0], *tensors)
+        y, *saved, cast = _forward(call, t, running, save=True)
+        ctx.call, ctx.strides = call, strides_of(t.weights)
+        # Not the running statistics, which other calls change before backward.
+        ctx.save_for_backward(*saved, cast if cast.numel() else None, *t.in_a_row())
         return y
 
     @staticmethod
     def backward(ctx, gradient):
-        options, (_, eps), math, _ = ctx.call
-        kept = ctx.saved_tensors  # read once: checkpointing recomputes it
-        saved, tensors = kept[:4], kept[4:]
-        t, needed = _Tensors(*tensors), ctx.needs_input_grad[1:]
+        options, (_, eps), product, _ = ctx.call
+        # Read once: checkpointing recomputes it.
+        kept, statistics, parameters, cast, *tensors = ctx.saved_tensors
+        t, _ = _by_kind(options, *tensors)
+        if ctx.strides != strides_of(t.weights):
+            cast = None
+        needed = ctx.needs_input_grad[1 : 1 + len(tensors)]
+        others = [None] * (len(ctx.needs_input_grad) - 1 - len(needed))
 
         def layer_by_layer():
             def block(*tensors):
-                return _layers(_Tensors(*tensors), options, eps)
+                return _layers(_by_kind(options, *tensors)[0], statistics, options, eps)
 
-            return None, *formula_gradients(block, tensors, needed, gradient)
+            with without_autocast(gradient):
+                return None, *formula_gradients(block, tensors, needed, gradient), *others
 
         if needs_graph():
             return layer_by_layer()
@@ -118,17 +134,17 @@ class _LIBlock(torch.autograd.Function):
         needs = [needed[0], *map(any, norm_needs), *needed[1:count]]
         try:
             dx, dnorms, *dweights = _ops.li_block_backward(
-                gradient, t.x, *saved, t.weights, t.blanked, *options,
-                list(map(int, needs)), *math, *ctx.forced,
+                gradient, t.x, kept, statistics, parameters, cast, t.weights, t.blanked, *options,
+                list(map(int, needs)), *product, *ctx.forced,
             )  # fmt: skip
         except RuntimeError as error:
             if is_batched_gradient(gradient):  # torch cannot unbatch an operator with lists
                 return layer_by_layer()
             raise _ops.rephrased(error, gradient=gradient) from None
         dnorms = dnorms.split([norm.shape[0] for norm in t.norms])
-        others = [None] * (len(t.running) + 1)
-        found = (dx, *dweights, *dnorms, *others)
-        return None, *(g if need else None for g, need in zip(found, needed, strict=True))
+        found = (dx, *dweights, *dnorms, None)
+        found = (g if need else None for g, need in zip(found, needed, strict=True))
+        return None, *found, *others
 
 
 _direct_apply = direct_apply(_LIBlock)
@@ -152,13 +168,14 @@ def run_layers(
     return norm(convolution(x, integrated_only), residual, integrated_only)
 
 
-def _layers(t, options, eps):
-    """The block in differentiable operators. The running statistics are not updated."""
+def _layers(t, statistics, options, eps):
+    """The block in differentiable operators, with the statistics of forward."""
+    norms = _in_parts(t.norms, 2 * t.rows)
     own = zip(
         options.strides,
         _in_parts(t.weights, 2 * t.rows - 1),
-        _in_parts(t.norms, 2 * t.rows),
-        _in_parts(t.running, 3),
+        norms,
+        _running(t, norms, statistics, options, eps),
         strict=True,
     )
     layers = [_layer(t, options, eps, *each) for each in own]
@@ -170,9 +187,23 @@ def _layers(t, options, eps):
     return run_layers(t.x, layers, shortcut, options.integrated_only)
 
 
-def _layer(t, options, eps, stride, weights, norms, running):
+def _running(t, norms, statistics, options, eps):
+    """For each layer the running statistics of forward, or None in training."""
+    length, begin = len(options.strides) - options.shortcut, 0
+    for i, (first, *_) in enumerate(norms):
+        if options.training:
+            yield None, None
+            continue
+        alone = options.integrated_only and i + 1 >= length
+        shape = first.shape if alone else (t.rows, *first.shape)
+        end = begin + 2 * math.prod(shape)
+        mean, inverse_deviation = statistics[begin:end].reshape(2, *shape)
+        yield mean.to(first.dtype), (inverse_deviation**-2 - eps).to(first.dtype)
+        begin = end
+
+
+def _layer(t, options, eps, stride, weights, norms, statistics):
     streams = t.rows - 1
-    statistics = (None, None) if options.training else running[:2]
 
     def convolution(x, integrated_only):
         return li_conv(
@@ -186,12 +217,14 @@ def _layer(t, options, eps, stride, weights, norms, running):
         )
 
     def norm(z, residual, integrated_only, activation):
-        own = (*statistics, torch.stack(norms[: t.rows]), torch.stack(norms[t.rows :]))
+        weight, bias = (torch.stack(each) for each in (norms[: t.rows], norms[t.rows :]))
         if integrated_only:
-            own = [None if each is None else each[-1] for each in own]
+            weight, bias = weight[-1], bias[-1]
         return batch_norm_act(
             z,
-            *own,
+            *statistics,
+            weight,
+            bias,
             residual,
             activation=activation,
             training=options.training,

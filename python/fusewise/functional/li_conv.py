@@ -96,13 +96,15 @@ class _LiConv(torch.autograd.Function):
         y, u, cast = _forward(tensors, count, options, math, forced)
         _, _, packed = options
         ctx.save_for_backward(*tensors, y if packed else u, cast if cast.numel() else None)
-        ctx.call = call
+        ctx.call, ctx.strides = call, strides_of(tensors)
         return y
 
     @staticmethod
     def backward(ctx, gradient):
         count, options, math, _, forced = ctx.call
         *tensors, u, cast = ctx.saved_tensors
+        if ctx.strides != strides_of(tensors):
+            cast = None
         needed = ctx.needs_input_grad[1:]
         if needs_graph():
             return None, *_formula_gradients(tensors, count, options, needed, gradient)
@@ -159,6 +161,12 @@ def cast_image(image):
     if dtype is None or dtype == image.dtype or image.dim() != 4:
         return cast_inputs(image, [])[0]
     return image.to(dtype, memory_format=torch.channels_last)  # the layout of the convolutions
+
+
+def strides_of(tensors) -> list:
+    """Copies of weights lie in memory as the weights do. Hooks on saved tensors may give backward
+    other strides; then it makes copies of its own."""
+    return [None if t is None else t.stride() for t in tensors]
 
 
 def _is_float32(t) -> bool:

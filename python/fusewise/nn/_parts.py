@@ -48,7 +48,9 @@ def weight_and_bias(part: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     return parameter(part, "weight"), parameter(part, "bias")
 
 
-def ordinary(parts: Collection[nn.Module], kinds: Sequence[type[nn.Module]]) -> bool:
+def ordinary(
+    parts: Collection[nn.Module], kinds: Sequence[type[nn.Module]], eps: float = _EPS
+) -> bool:
     """Whether no part can be `foreign`. Only look-ups, because every call of a module runs it."""
     for part, kind in zip(parts, kinds):  # noqa: B905 - `strict` would cost more than a look-up
         own = part.__dict__
@@ -59,7 +61,7 @@ def ordinary(parts: Collection[nn.Module], kinds: Sequence[type[nn.Module]]) -> 
             or own["_backward_hooks"]
             or own["_backward_pre_hooks"]
             or "forward" in own
-            or ("eps" in own and own["eps"] != _EPS)
+            or ("eps" in own and own["eps"] != eps)
             or ("padding" in own and own["padding"] != _PADDING)
             or ("groups" in own and own["groups"] != 1)
         ):

@@ -52,11 +52,17 @@ class _Block(nn.Module):
         """
         if isinstance(x, Tensor) and x.dim() == 5:
             x = cast_image(x)  # the residual too
-            if isinstance(blanked, Tensor) and blanked.shape[:1] == (x.shape[0] - 1,):
+            padded = isinstance(blanked, Tensor) and blanked.shape[:1] == (x.shape[0],)
+            if blanked is not None and not padded:
                 check_blanked(blanked, x.shape[0] - 1, x.shape[1], x.device)
                 blanked = with_integrated(blanked)
             if self._is_fusible(x):
-                return self._fused(x, blanked, integrated_only)
+                strides, weights, norms, running = self._tensors()
+                if all(t.dtype == norms[0].dtype for t in norms):
+                    norm, shortcut = self.bn1, self.downsample is not None
+                    options = Options(strides, shortcut, integrated_only, norm.training)
+                    numbers = norm.momentum, norm.eps
+                    return li_block(x, weights, norms, running, blanked, options, *numbers)
 
         def called(convolution, norm):
             def norm_(z, residual, integrated_only):
@@ -82,25 +88,25 @@ class _Block(nn.Module):
         parts = [part for layer in layers for part in layer]
         kinds = (LIConv2d, LIBatchNorm2d) * len(layers)
         shortcut = [] if self.downsample is None else [self.downsample]
+        first = layers[0][1]
         if (
-            not ordinary(parts, kinds)
+            not ordinary(parts, kinds, getattr(first, "eps", None))
             or not ordinary(shortcut, (nn.Sequential,) * len(shortcut))
             or hooks_everywhere()
         ):
             return False
-        first, training = layers[0][1], layers[0][1].training
+        training = first.training
         for i, (convolution, norm) in enumerate(layers):
-            inputs = len(self._layers) if i == len(self._layers) else i
+            is_shortcut = i == len(self._layers)
             if (
                 convolution.first
                 or convolution.stream_biases is not None
                 or len(convolution.stream_channels) != rows - 1
                 or norm.num_streams != rows - 1
-                or norm.activation != ("identity" if inputs == len(self._layers) else "relu")
+                or norm.activation != ("identity" if is_shortcut else "relu")
                 or norm.max_pool
                 or norm.training is not training
                 or norm.momentum != first.momentum
-                or norm.eps != first.eps
                 or (training and norm.process_group is not None)
             ):
                 return False
@@ -113,8 +119,10 @@ class _Block(nn.Module):
             h, w = ((size - 1) // convolution.stride + 1 for size in (h, w))
         return h * w > 1  # otherwise a norm raises torch's error
 
-    def _fused(self, x: Tensor, blanked: Tensor | None, integrated_only: bool) -> Tensor:
-        weights, norms, running, strides = [], [], [], []
+    def _tensors(self):
+        """Strides, weights, parameters of the norms and running statistics, as `li_block` takes
+        them."""
+        strides, weights, norms, running = [], [], [], []
         for convolution, norm in self._all_layers():
             strides.append(convolution.stride)
             weights += members(convolution.stream_weights)
@@ -125,9 +133,7 @@ class _Block(nn.Module):
             norms += members(norm.stream_biases)
             norms.append(parameter(norm, "integrated_bias"))
             running += (norm.running_mean, norm.running_var, norm.updates)
-        shortcut = self.downsample is not None
-        options = Options(strides, shortcut, integrated_only, norm.training)
-        return li_block(x, weights, norms, running, blanked, options, norm.momentum, norm.eps)
+        return strides, weights, norms, running
 
     def _all_layers(self):
         """The main path, then the shortcut."""

@@ -47,11 +47,12 @@ std::int64_t alignment_for(const TensorView& t) {
 }
 
 /// Everything that a plan depends on, apart from the GPU and the library.
-using Key = std::array<std::int64_t, 18>;
+using Key = std::array<std::int64_t, 19>;
 
 Key key_of(const ConvolutionCall& c) {
   const TensorView &x = c.image, &w = c.kernel, &y = c.result;
   return {static_cast<std::int64_t>(c.kind),
+          c.add,
           static_cast<std::int64_t>(x.dtype),
           c.math.tf32 && x.dtype == DType::f32,
           c.math.tune,
@@ -143,7 +144,7 @@ Descriptor graph_of(cudnnHandle_t handle, const ConvolutionCall& call) {
   operation.set(names.kernel, kernel);
   operation.set(names.result, result);
   operation.set(names.alpha, 1.f);
-  operation.set(names.beta, 0.f);
+  operation.set(names.beta, call.add ? 1.f : 0.f);
   operation = operation.finalized();
 
   Descriptor graph(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
@@ -325,10 +326,15 @@ class Session {
     std::int64_t most = 0;
     for (const auto& [index, plan] : plans) most = std::max(most, plan.workspace);
     const Scratch<char> workspace(context, most);
+    // Where a plan adds to its output, repetitions must not change it.
+    const std::int64_t changed = call.add ? call.image.numel() * size_of(call.image.dtype) : 0;
+    const Scratch<char> image(context, changed);
+    ConvolutionCall timed = call;
+    if (call.add) timed.image.data = image.data();
     std::vector<std::function<void(const Context&)>> ways;
     for (const auto& entry : plans) {
       ways.push_back([&, plan = &entry.second](const Context& where) {
-        execute(where, handle_, call, *plan, workspace.data());
+        execute(where, handle_, timed, *plan, workspace.data());
       });
     }
     Resident weights{};

@@ -20,6 +20,7 @@ struct ConvolutionCall {
   TensorView result;  ///< [N, K, P, Q]
   std::array<std::int64_t, 2> stride, padding;
   ProductMath math;  ///< TF32, and whether algorithms may be measured
+  bool add = false;  ///< of data_gradient: it is added to what `image` holds
 };
 
 /// Whether this build knows cuDNN, and the process has it. FUSEWISE_CUDNN=0 in the environment

@@ -2,8 +2,8 @@
 // cuDNN or it has no suitable algorithm. The integration forward: `one_pass` reads every stream
 // once and writes y once; `accumulate` has a GEMM per stream, each of which adds to y. Backward,
 // the streams' gradients are added to GEMMs with dy. The gradients of the integration's weights are
-// GEMMs too, each of which reads dy, or with `one_pass` one kernel of ours. Bound by the
-// convolutions.
+// GEMMs too, each of which reads dy, or with `one_pass` one kernel of ours. With `one_pass_all`, a
+// kernel of ours computes the streams' gradients too. Bound by the convolutions.
 
 #include <cuda_runtime_api.h>
 
@@ -22,6 +22,7 @@
 #include "cuda/gemm/product.h"
 #include "cuda/gemm/tuning.h"
 #include "cuda/li_conv/integrate.h"
+#include "cuda/li_conv/stream_gradients.h"
 #include "cuda/li_conv/unfolded.h"
 #include "cuda/li_conv/weight_gradients.h"
 
@@ -105,13 +106,13 @@ void convolve(const Context& context, const TensorView& x, const TensorView& w, 
   convolution_of(context).forward(x, w, g.stride, g.padding, y);
 }
 
-/// The gradients of x and w, each unless it is absent.
+/// The gradients of x and w, each unless it is absent. With `add`, that of x is added to dx.
 void convolve_back(const Context& context, const TensorView& dy, const TensorView& x,
-                   const TensorView& w, const Geometry& g, TensorView dx, TensorView dw) {
+                   const TensorView& w, const Geometry& g, TensorView dx, TensorView dw, bool add) {
   using enum ConvolutionKind;
   const ProductMath math = math_for(g.math, w.sizes[0], w.sizes[1]);
-  if (dx.defined() &&
-      cuda::convolve(context, {data_gradient, dx, w, dy, both(g.stride), both(g.padding), math})) {
+  if (dx.defined() && cuda::convolve(context, {data_gradient, dx, w, dy, both(g.stride),
+                                               both(g.padding), math, add})) {
     dx = {};
   }
   if (dw.defined() && cuda::convolve(context, {weight_gradient, x, dw, dy, both(g.stride),
@@ -119,7 +120,7 @@ void convolve_back(const Context& context, const TensorView& dy, const TensorVie
     dw = {};
   }
   if (!dx.defined() && !dw.defined()) return;
-  convolution_of(context).backward(dy, x, w, g.stride, g.padding, dx, dw);
+  convolution_of(context).backward(dy, x, w, g.stride, g.padding, dx, dw, add);
 }
 
 std::string forward_declines(const Context& context, const LiConvForward&) {
@@ -253,7 +254,7 @@ void integrated_gradients(const Context& context, LiConvBackward call, bool with
       is_matrix_of_pixels(call.m, call.stride) && (!call.dm.defined() || is_channels_last(call.dm));
   if (!pixels) {
     convolve_back(context, call.dy, call.m, as_kernel(call.previous), {call.stride, 0, call.math},
-                  call.dm, as_kernel(call.dprevious));
+                  call.dm, as_kernel(call.dprevious), call.add);
     return;
   }
   const TensorView dy = as_matrix(call.dy);
@@ -262,7 +263,7 @@ void integrated_gradients(const Context& context, LiConvBackward call, bool with
              BatchSize::inner);
   }
   if (call.dm.defined()) {
-    multiply(context, call.math, dy, call.previous, as_matrix(call.dm));
+    multiply(context, call.math, dy, call.previous, as_matrix(call.dm), {call.add});
   }
 }
 
@@ -338,11 +339,28 @@ void own_weight_gradients(const Context& context, const LiConvBackward& call,
   weight_gradients(context, s.dtype, all);
 }
 
-/// `own_kernel`: for the gradients of mix and previous.
-void run_backward(const Context& context, const LiConvBackward& call, bool own_kernel) {
+/// The same as add_all_gradients, by our own kernel.
+void own_stream_gradients(const Context& context, const LiConvBackward& call, const LiConvSizes& s,
+                          const TensorView& g) {
+  StreamGradients all{};
+  for (const LiConvStream& stream : call.streams) all.mix[all.streams++] = stream.mix.data;
+  all.dy = call.dy.data;
+  all.du = call.du.data;
+  all.g = g.data;
+  all.rows = s.pixels();
+  all.depth = static_cast<int>(s.d);
+  all.columns = static_cast<int>(s.k);
+  stream_gradients(context, s.dtype, all);
+}
+
+/// What our own kernels compute.
+enum class Own { nothing, weight_gradients, all_gradients };
+
+void run_backward(const Context& context, const LiConvBackward& call, Own own) {
   const LiConvSizes s = check_sizes(call);
   if (s.n == 0) return clear(context, call);
-  if (own_kernel) own_weight_gradients(context, call, s);
+  const bool own_weights = own != Own::nothing;
+  if (own_weights) own_weight_gradients(context, call, s);
   const TensorView dy = as_matrix(call.dy);
   const auto needs_g = [](const LiConvStream& each) {
     return each.dx.defined() || each.dw.defined();
@@ -351,16 +369,20 @@ void run_backward(const Context& context, const LiConvBackward& call, bool own_k
   const Index bytes = call.u.numel() * size_of(call.u.dtype);
   std::optional<Scratch<char>> memory;
   TensorView together = call.u;
-  if (all && takes_all_streams(call)) {
+  if (all && (own == Own::all_gradients || takes_all_streams(call))) {
     memory.emplace(context, bytes);
     together.data = memory->data();
-    add_all_gradients(context, call, together);
+    if (own == Own::all_gradients) {
+      own_stream_gradients(context, call, s, together);
+    } else {
+      add_all_gradients(context, call, together);
+    }
   }
   UnfoldedStreams unfolded(context, call.streams, s, {call.stride, call.padding}, true);
   for (Index i = 0; i < s.streams; ++i) {
     LiConvStream stream = call.streams[i];
     const TensorView u = stream_of(call.u, i);
-    if (stream.dmix.defined() && !own_kernel) {
+    if (stream.dmix.defined() && !own_weights) {
       multiply(context, call.math, transposed(dy), as_matrix(u), stream.dmix, {}, BatchSize::inner);
     }
     if (!needs_g(stream)) continue;
@@ -376,15 +398,15 @@ void run_backward(const Context& context, const LiConvBackward& call, bool own_k
     }
     if (unfolded.weight_gradient(i, with_environment(call.math), g, stream.dw)) stream.dw = {};
     convolve_back(context, g, stream.x, stream.w, {call.stride, call.padding, call.math}, stream.dx,
-                  stream.dw);
+                  stream.dw, call.add);
   }
   unfolded.finish();
   memory.reset();
-  integrated_gradients(context, call, !own_kernel);
+  integrated_gradients(context, call, !own_weights);
 }
 
 void backward_run(const Context& context, const LiConvBackward& call) {
-  run_backward(context, call, false);
+  run_backward(context, call, Own::nothing);
 }
 
 std::string one_pass_backward_declines(const Context& context, const LiConvBackward& call) {
@@ -393,7 +415,21 @@ std::string one_pass_backward_declines(const Context& context, const LiConvBackw
 }
 
 void one_pass_backward_run(const Context& context, const LiConvBackward& call) {
-  run_backward(context, call, true);
+  run_backward(context, call, Own::weight_gradients);
+}
+
+std::string one_pass_all_declines(const Context& context, const LiConvBackward& call) {
+  if (const std::string reason = backward_declines(context, call); !reason.empty()) return reason;
+  if (check_sizes(call).d > kMostDepth) return "dy has more than 128 channels";
+  return own_kernels_decline(call, {call.dy.data, call.du.data, call.dprevious.data});
+}
+
+std::string one_pass_all_yields(const Context&, const LiConvBackward&) {
+  return "it has not been measured against one_pass yet";
+}
+
+void one_pass_all_run(const Context& context, const LiConvBackward& call) {
+  run_backward(context, call, Own::all_gradients);
 }
 
 }  // namespace
@@ -407,6 +443,7 @@ Implementations<LiConvForward> li_conv_forward() {
 
 Implementations<LiConvBackward> li_conv_backward() {
   static constexpr Implementation<LiConvBackward> list[] = {
+      {"one_pass_all", one_pass_all_declines, one_pass_all_run, one_pass_all_yields},
       {"one_pass", one_pass_backward_declines, one_pass_backward_run},
       {"accumulate", backward_declines, backward_run}};
   return list;
