@@ -37,13 +37,15 @@ class TorchThreads : public Executor {
 /// The same GEMM as torch's linear for matrices, but without the dispatcher and into existing
 /// memory. If x has more than two dimensions, torch's linear may round the product before it adds
 /// the bias; here all tensors are matrices. Tiny GEMMs are left to the library's own loops, which
-/// finish before torch has checked its arguments.
+/// finish before torch has checked its arguments, and so are those that torch computes slowly.
 class TorchGemm : public Gemm {
  public:
   bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
                 const TensorView& d) override {
-    constexpr std::int64_t kTiny = 4096;  // multiplications
+    constexpr std::int64_t kTiny = 4096;   // multiplications
+    constexpr std::int64_t kFewRows = 24;  // for which ours would mostly copy b
     if (a.numel() * d.sizes[1] <= kTiny) return false;
+    if (is_slow(d.dtype) && d.sizes[0] >= kFewRows && a.sizes[1] > 1) return false;
     const Tensor left = tensor_of(a), right = tensor_of(b), out = tensor_of(d);
     const AOTITorchError status = bias.defined()
                                       ? aoti_torch_cpu_addmm_out(out.get(), tensor_of(bias).get(),
@@ -53,6 +55,18 @@ class TorchGemm : public Gemm {
       fail_as_torch(bias.defined() ? "aten::addmm" : "aten::mm", {}, bytes_of(out));
     }
     return true;
+  }
+
+ private:
+  /// torch's float32 and float64 GEMMs are MKL's, which takes kernels without AVX-512 on AMD's
+  /// CPUs: 200 GFLOP/s where our loops reach 450 (two cores of family 26).
+  static bool is_slow(DType dtype) {
+#if defined(__x86_64__)
+    static const bool is_amd = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f");
+    return is_amd && (dtype == DType::f32 || dtype == DType::f64);
+#else
+    return false;
+#endif
   }
 };
 

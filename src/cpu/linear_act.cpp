@@ -1,6 +1,5 @@
 // Linear + activation on the CPU: distributes rows and panels over threads.
-// The elementwise passes touch each byte once and are bound by memory bandwidth. The library's own
-// GEMM, for contexts without one, packs a panel of columns and multiplies all rows by it.
+// The elementwise passes touch each byte once and are bound by memory bandwidth.
 
 #include <algorithm>
 #include <type_traits>
@@ -9,6 +8,7 @@
 #include "common/implementation.h"
 #include "common/linear_act.h"
 #include "cpu/gemm.h"
+#include "cpu/gemm_loops.h"
 #include "cpu/instruction_sets.h"
 #include "cpu/linear_act_kernels.h"
 #include "cpu/threads.h"
@@ -127,18 +127,7 @@ class Operation {
                 const TensorView& d) const {
     if (!has_adjacent_rows(d)) return multiply(transposed(b), transposed(a), {}, transposed(d));
     if (multiply_by_library(context_, a, b, bias, d)) return;
-    const Index rows = d.sizes[0], columns = d.sizes[1], inner = a.sizes[1];
-    const Index width = kernels_.product_columns, d_stride = matrix_of(d).stride;
-    parallel_for(context_, divide_up(columns, width), [&](Index begin, Index end) {
-      const Scratch<A> panel(context_, inner * width);
-      for (Index i = begin; i < end; ++i) {
-        const Index first = i * width, count = std::min(width, columns - first);
-        kernels_.pack(data(b) + first * b.strides[1], strides_of(b), inner, count, panel.data());
-        kernels_.multiply(data(a), strides_of(a), panel.data(), inner,
-                          bias.defined() ? data(bias) + first : nullptr, data(d) + first, d_stride,
-                          rows, count);
-      }
-    });
+    GemmLoops<T>(context_, kernels_).multiply(a, b, bias, d);
   }
 
   const Context& context_;

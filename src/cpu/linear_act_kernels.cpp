@@ -217,18 +217,41 @@ AccumulatorOf<T> to_sum(const T* from) {
 
 template <typename T>
 void pack_panel(const T* b, Strides strides, Index inner, Index columns, AccumulatorOf<T>* panel) {
+  using A = AccumulatorOf<T>;
+  using M = Memory<T>;
+  using S = Memory<A>;
   const Index count = columns < kPanel<T> ? columns : kPanel<T>;
-  for (Index i = 0; i < inner; ++i) {
+  if (strides.column == 1) {
+    for (Index i = 0; i < inner; ++i) {
+      for (int half = 0; half < 2; ++half) {
+        const Index at = half * S::kLanes, left = count - at;
+        const T* from = b + i * strides.row + at;
+        typename S::V values{};
+        if (left >= S::kLanes) {
+          values = M::load(from);
+        } else if (left > 0) {
+          values = M::load(from, left);
+        }
+        S::store(panel + i * kPanel<T> + at, values);
+      }
+    }
+    return;
+  }
+  constexpr Index kTogether = 16;  // a cache line of a column
+  for (Index first = 0; first < inner; first += kTogether) {
+    const Index end = first + kTogether < inner ? first + kTogether : inner;
     for (Index j = 0; j < kPanel<T>; ++j) {
-      panel[i * kPanel<T> + j] =
-          j < count ? to_sum(b + i * strides.row + j * strides.column) : AccumulatorOf<T>(0);
+      for (Index i = first; i < end; ++i) {
+        panel[i * kPanel<T> + j] =
+            j < count ? to_sum(b + i * strides.row + j * strides.column) : A(0);
+      }
     }
   }
 }
 
 template <typename T, int kCount>
 void multiply_rows(const T* a, Strides strides, const AccumulatorOf<T>* panel, Index inner,
-                   const T* bias, T* d, Index d_stride, Index columns) {
+                   const T* bias, bool add, T* d, Index d_stride, Index columns) {
   using A = AccumulatorOf<T>;
   using M = Memory<T>;
   using S = Memory<A>;
@@ -252,9 +275,11 @@ void multiply_rows(const T* a, Strides strides, const AccumulatorOf<T>* panel, I
       T* to = d + row * d_stride + at;
       if (left >= kLanes) {
         if (bias != nullptr) sum += M::load(bias + at);
+        if (add) sum += M::load(to);
         M::store(to, sum);
       } else {
         if (bias != nullptr) sum += M::load(bias + at, left);
+        if (add) sum += M::load(to, left);
         M::store(to, sum, left);
       }
     }
@@ -263,14 +288,14 @@ void multiply_rows(const T* a, Strides strides, const AccumulatorOf<T>* panel, I
 
 template <typename T>
 void multiply_panel(const T* a, Strides strides, const AccumulatorOf<T>* panel, Index inner,
-                    const T* bias, T* d, Index d_stride, Index rows, Index columns) {
+                    const T* bias, bool add, T* d, Index d_stride, Index rows, Index columns) {
   Index row = 0;
   for (; row + kRows <= rows; row += kRows) {
-    multiply_rows<T, kRows>(a + row * strides.row, strides, panel, inner, bias, d + row * d_stride,
-                            d_stride, columns);
+    multiply_rows<T, kRows>(a + row * strides.row, strides, panel, inner, bias, add,
+                            d + row * d_stride, d_stride, columns);
   }
   for (; row < rows; ++row) {
-    multiply_rows<T, 1>(a + row * strides.row, strides, panel, inner, bias, d + row * d_stride,
+    multiply_rows<T, 1>(a + row * strides.row, strides, panel, inner, bias, add, d + row * d_stride,
                         d_stride, columns);
   }
 }

@@ -7,7 +7,7 @@
 namespace fusewise::testing {
 namespace {
 
-constexpr Index kRowCounts[] = {64, 65, 700, 3000};
+constexpr Index kRowCounts[] = {64, 65, 700, 3000, 20000};
 
 std::vector<std::string> available() {
   const LinearAct call = make_linear_act({1, 1, 1}, DType::f32, Activation::relu);
@@ -49,6 +49,35 @@ TEST_P(ManyRowsOnCpu, GradientsOfLinear) {
       for (Index j = 0; j < n; ++j) EXPECT_EQ(call.db.get(j), db.get(j)) << "db " << j;
       for (Index i = 0; i < n * k; ++i) EXPECT_EQ(call.dw.get(i), dw.get(i)) << "dw " << i;
     }
+  }
+}
+
+/// Longer than a segment of a sum of the own GEMM, beside enough columns for all threads. Of whole
+/// numbers, as above.
+TEST_P(ManyRowsOnCpu, LongSumsOfLinear) {
+  const Index m = 17, n = 1030, k = 4500;
+  std::mt19937 engine(1);
+  std::vector<int> x(m * k), w(n * k);
+  for (int& each : x) each = static_cast<int>(engine() % 8);
+  for (int& each : w) each = static_cast<int>(engine() % 4) - 1;
+  for (const DType dtype : {DType::f32, DType::f64}) {
+    SCOPED_TRACE(name_of(dtype));
+    LinearAct call = make_linear_act({m, n, k}, dtype, Activation::identity);
+    call.b = {};
+    for (Index i = 0; i < m * k; ++i) call.x.set(i, x[i]);
+    for (Index i = 0; i < n * k; ++i) call.w.set(i, w[i]);
+    LinearActForward forward = call.forward();
+    forward.implementation = GetParam();
+    linear_act(Context{}, forward);
+    Index wrong = 0;
+    for (Index row = 0; row < m; ++row) {
+      for (Index j = 0; j < n; ++j) {
+        int sum = 0;
+        for (Index i = 0; i < k; ++i) sum += x[row * k + i] * w[j * k + i];
+        wrong += call.y.get(row * n + j) != sum;
+      }
+    }
+    EXPECT_EQ(wrong, 0);
   }
 }
 
