@@ -200,11 +200,13 @@ def write_summary(reports: dict[tuple[str, str], dict], out: Path) -> Path:
     lines = ["# optimize on whole models", ""]
     if reports:
         facts = next(iter(reports.values()))["environment"]
-        lines += [f"- {name}: {value}" for name, value in facts.items() if isinstance(value, str)]
+        plain = (str, int, float)
+        lines += [f"- {name}: {value}" for name, value in facts.items() if isinstance(value, plain)]
     for clock, title in CLOCKS.items():
         if any(clock in times for report in reports.values() for times in report["whole"].values()):
             lines += ["", *markdown_table(table(reports, clock, title))]
             lines += ["Geometric means over the convolutional models:", "", *means(reports, clock)]
+    lines += ["", "Commands:", "", *(f"    {report['command']}" for report in reports.values())]
     (out / "summary.md").write_text("\n".join(lines) + "\n")
     return out / "summary.md"
 
