@@ -42,10 +42,8 @@ class TorchGemm : public Gemm {
  public:
   bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
                 const TensorView& d) override {
-    constexpr std::int64_t kTiny = 4096;   // multiplications
-    constexpr std::int64_t kFewRows = 24;  // for which ours would mostly copy b
-    if (a.numel() * d.sizes[1] <= kTiny) return false;
-    if (is_slow(d.dtype) && d.sizes[0] >= kFewRows && a.sizes[1] > 1) return false;
+    constexpr std::int64_t kTiny = 4096;  // multiplications
+    if (a.numel() * d.sizes[1] <= kTiny || is_slow(a, d)) return false;
     const Tensor left = tensor_of(a), right = tensor_of(b), out = tensor_of(d);
     const AOTITorchError status = bias.defined()
                                       ? aoti_torch_cpu_addmm_out(out.get(), tensor_of(bias).get(),
@@ -59,11 +57,16 @@ class TorchGemm : public Gemm {
 
  private:
   /// torch's float32 and float64 GEMMs are MKL's, which takes kernels without AVX-512 on AMD's
-  /// CPUs: 200 GFLOP/s where our loops reach 450 (two cores of family 26).
-  static bool is_slow(DType dtype) {
+  /// CPUs: 200 GFLOP/s where our loops reach 450 (two cores of family 26). Ours lose where they
+  /// would mostly copy b, for few rows, or compute with zeros, for few columns.
+  static bool is_slow(const TensorView& a, const TensorView& d) {
 #if defined(__x86_64__)
     static const bool is_amd = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f");
-    return is_amd && (dtype == DType::f32 || dtype == DType::f64);
+    if (!is_amd || (d.dtype != DType::f32 && d.dtype != DType::f64)) return false;
+    constexpr std::int64_t kFewRows = 24, kFewBytes = 24;
+    if (d.sizes[0] < kFewRows || a.sizes[1] == 1 || d.sizes[1] == 1) return false;
+    const bool adjacent = a.strides[1] == 1;  // MKL is slow for a^T beside few columns, too
+    return !adjacent || d.sizes[1] * size_of(d.dtype) >= kFewBytes;
 #else
     return false;
 #endif

@@ -1,7 +1,7 @@
 #pragma once
 
-// The library's own GEMM. A task packs a panel of b's columns, and multiplies some rows of a by it.
-// Bound by arithmetic where b has many columns or a many rows.
+// The library's own GEMM. A task packs some panels of b's columns, and multiplies some rows of a by
+// them. Bound by arithmetic where b has many columns or a many rows.
 
 #include <algorithm>
 #include <type_traits>
@@ -27,15 +27,16 @@ class GemmLoops {
     if (rows == 0 || columns == 0) return;
     const Index parts = parts_of(rows, columns, inner);
     const Scratch<T> others(context_, (parts - 1) * rows * columns);
-    const Index d_stride = matrix_of(d).stride, panels = divide_up(columns, width());
-    const Index ranges = ranges_of(rows, panels * parts);
+    const Index d_stride = matrix_of(d).stride;
+    const Index group = kPanels * width(), groups = divide_up(columns, group);
+    const Index ranges = ranges_of(rows, groups * parts);
     const Index range = divide_up(divide_up(rows, ranges), kRowsAtOnce) * kRowsAtOnce;
     const Index depth = divide_up(std::max<Index>(inner, 1), parts);
-    parallel_for(context_, parts * panels * ranges, [&](Index begin, Index end) {
-      const Scratch<A> panel(context_, segment_of(depth) * width());
+    parallel_for(context_, parts * groups * ranges, [&](Index begin, Index end) {
+      const Scratch<A> panels(context_, segment_of(depth) * group);
       for (Index task = begin; task < end; ++task) {
-        const Index part = task / (panels * ranges), column = task % panels * width();
-        const Index row = task / panels % ranges * range, step = part * depth;
+        const Index part = task / (groups * ranges), column = task % groups * group;
+        const Index row = task / groups % ranges * range, step = part * depth;
         if (row >= rows || (step >= inner && part > 0)) continue;
         Task t;
         t.a = data(a) + row * a.strides[0] + step * a.strides[1];
@@ -45,9 +46,9 @@ class GemmLoops {
         t.d_stride = part == 0 ? d_stride : columns;
         t.bias = part == 0 && bias.defined() ? data(bias) + column : nullptr;
         t.rows = std::min(range, rows - row);
-        t.columns = std::min(width(), columns - column);
+        t.columns = std::min(group, columns - column);
         t.inner = std::min(depth, inner - step);
-        run(t, {a.strides[0], a.strides[1]}, {b.strides[0], b.strides[1]}, panel.data());
+        run(t, {a.strides[0], a.strides[1]}, {b.strides[0], b.strides[1]}, panels.data());
       }
     });
     const Index used = divide_up(std::max<Index>(inner, 1), depth);
@@ -60,14 +61,15 @@ class GemmLoops {
 
   /// Sums are rounded to T where they are stored between blocks, so only these types have blocks.
   static constexpr bool kBlocks = std::is_same_v<T, A>;
-  static constexpr Index kRowsAtOnce = 6;  // of the kernel
-  static constexpr Index kFewestRows = 48;
+  static constexpr Index kRowsAtOnce = 6;   // of the kernel
+  static constexpr Index kFewestRows = 12;  // of a task
   static constexpr Index kTasksOfAThread = 4;
-  static constexpr Index kBlock = 512;           // of a sum, while its part of the panel is in L1
-  static constexpr Index kStridedBlock = 128;    // each step in a cache line of its own
-  static constexpr Index kBlockRows = 96;        // whose results are in L1 meanwhile
-  static constexpr Index kSegment = 8 * kBlock;  // of a sum, for a panel in L2
-  static constexpr Index kFewTasks = 32, kMostParts = 32, kPart = kBlock;
+  static constexpr Index kBlock = 512;     // of a sum, while its part of the panel is in L1
+  static constexpr Index kBlockRows = 96;  // whose results are in L1 meanwhile
+  static constexpr Index kCopyBlock = 128, kCopyRows = 48;  // of a, where it is copied
+  static constexpr Index kSegment = 2 * kBlock;             // of a sum, for panels in L2
+  static constexpr Index kPanels = 4;                       // of a task
+  static constexpr Index kFewTasks = 32, kTaskRows = 48, kMostParts = 32, kPart = kBlock;
 
   struct Task {
     const T *a, *b, *bias;
@@ -80,12 +82,12 @@ class GemmLoops {
 
   /// In how many parts the sums are computed. Where d is small, there would not be enough tasks.
   Index parts_of(Index rows, Index columns, Index inner) const {
-    const Index tasks = divide_up(rows, kFewestRows) * divide_up(columns, width());
+    const Index tasks = divide_up(rows, kTaskRows) * divide_up(columns, width());
     if (!kBlocks || tasks >= kFewTasks) return 1;
     return std::clamp<Index>(inner / kPart, 1, kMostParts);
   }
 
-  /// How much of a sum a panel is packed for.
+  /// How much of a sum the panels are packed for.
   static Index segment_of(Index inner) { return kBlocks ? std::min(inner, kSegment) : inner; }
 
   Index ranges_of(Index rows, Index tasks) const {
@@ -93,19 +95,37 @@ class GemmLoops {
     return std::clamp<Index>(wanted, 1, divide_up(rows, kFewestRows));
   }
 
-  void run(const Task& t, Strides a, Strides b, A* panel) const {
+  void run(const Task& t, Strides a, Strides b, A* panels) const {
+    // Columns of a whose steps are far apart would not stay in L1 from one row to the next.
+    const bool copies = kBlocks && a.row == 1 && a.column != 1;
     const Index all = std::max<Index>(t.inner, 1), segment = segment_of(all);
-    const Index block = !kBlocks ? all : a.column == 1 ? kBlock : kStridedBlock;
+    const Index block = !kBlocks ? all : copies ? kCopyBlock : kBlock;
+    const Index block_rows = copies ? kCopyRows : kBlockRows;
+    T copy[kBlocks ? kCopyBlock * kCopyRows : 1];
     for (Index first = 0; first == 0 || first < t.inner; first += segment) {
-      const Index packed = std::min(segment, t.inner - first);
-      kernels_.pack(t.b + first * b.row, b, packed, t.columns, panel);
-      for (Index row = 0; row < t.rows; row += kBlockRows) {
+      const Index packed = std::min(segment, t.inner - first), panel = packed * width();
+      for (Index c = 0; c < t.columns; c += width()) {
+        kernels_.pack(t.b + first * b.row + c * b.column, b, packed, t.columns - c,
+                      panels + c / width() * panel);
+      }
+      for (Index row = 0; row < t.rows; row += block_rows) {
+        const Index rows = std::min(block_rows, t.rows - row);
         for (Index i = 0; i == 0 || i < packed; i += block) {
-          const bool add = first + i > 0;
-          kernels_.multiply(t.a + row * a.row + (first + i) * a.column, a, panel + i * width(),
-                            std::min(block, packed - i), add ? nullptr : t.bias, add,
-                            t.d + row * t.d_stride, t.d_stride, std::min(kBlockRows, t.rows - row),
-                            t.columns);
+          const Index depth = std::min(block, packed - i);
+          const T* from = t.a + row * a.row + (first + i) * a.column;
+          if (copies) {
+            for (Index j = 0; j < depth; ++j) {
+              std::copy_n(from + j * a.column, rows, copy + j * kCopyRows);
+            }
+            from = copy;
+          }
+          const bool add = first + i > 0, biased = !add && t.bias != nullptr;
+          for (Index c = 0; c < t.columns; c += width()) {
+            kernels_.multiply(from, copies ? Strides{1, kCopyRows} : a,
+                              panels + c / width() * panel + i * width(), depth,
+                              biased ? t.bias + c : nullptr, add, t.d + row * t.d_stride + c,
+                              t.d_stride, rows, t.columns - c);
+          }
         }
       }
     }

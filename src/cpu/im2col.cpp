@@ -181,9 +181,10 @@ void Im2col<T>::backward(const TensorView& dy, const TensorView& x, const Tensor
           int count = 0;
           taps.for_readers(
               h, column, [&](Index offset) { readers.data()[count++] = columns.data() + offset; });
-          kernels_.sum_rows(readers.data(), count, inputs, line.data());
-          write_pixel(kernels_, line.data(), inputs, at<T>(dx, n, 0, h, column), dx.strides[1],
-                      add);
+          T* const to = at<T>(dx, n, 0, h, column);
+          T* const sum = dx.strides[1] == 1 && !add ? to : line.data();
+          kernels_.sum_rows(readers.data(), count, inputs, sum);
+          if (sum != to) write_pixel(kernels_, sum, inputs, to, dx.strides[1], add);
         }
       }
     });

@@ -50,7 +50,7 @@ CALLS = """
 import torch
 from fusewise.functional import linear_act, mlp
 
-x, w, b = torch.randn(50, 40), torch.randn(30, 40, requires_grad=True), torch.randn(30)
+x, w, b = torch.randn(20, 40), torch.randn(30, 40, requires_grad=True), torch.randn(30)
 failing = {
     "aten::addmm: ": lambda: linear_act(x, w, b, "relu"),
     "aten::mm: ": lambda: linear_act(x, w, None, "relu"),

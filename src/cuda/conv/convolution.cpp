@@ -330,7 +330,12 @@ class Session {
     const std::int64_t changed = call.add ? call.image.numel() * size_of(call.image.dtype) : 0;
     const Scratch<char> image(context, changed);
     ConvolutionCall timed = call;
-    if (call.add) timed.image.data = image.data();
+    if (call.add) {
+      timed.image.data = image.data();
+      check_cuda(
+          cudaMemsetAsync(image.data(), 0, changed, static_cast<cudaStream_t>(context.stream)),
+          "clearing an image");
+    }
     std::vector<std::function<void(const Context&)>> ways;
     for (const auto& entry : plans) {
       ways.push_back([&, plan = &entry.second](const Context& where) {
