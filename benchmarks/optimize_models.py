@@ -206,7 +206,8 @@ def write_summary(reports: dict[tuple[str, str], dict], out: Path) -> Path:
         if any(clock in times for report in reports.values() for times in report["whole"].values()):
             lines += ["", *markdown_table(table(reports, clock, title))]
             lines += ["Geometric means over the convolutional models:", "", *means(reports, clock)]
-    lines += ["", "Commands:", "", *(f"    {report['command']}" for report in reports.values())]
+    if reports:
+        lines += ["", "Commands:", "", *(f"    {report['command']}" for report in reports.values())]
     (out / "summary.md").write_text("\n".join(lines) + "\n")
     return out / "summary.md"
 

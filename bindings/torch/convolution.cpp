@@ -54,8 +54,11 @@ class TorchConvolution : public Convolution {
       fail_in("aten::convolution_backward", x.device, dx.defined() ? dx : dw);
     }
     const Tensor found[] = {Tensor(results[0]), Tensor(results[1]), Tensor(results[2])};
-    if (dx.defined() && add) add_to(tensor_of(dx), found[0]);
-    if (dx.defined() && !add) copy(found[0], tensor_of(dx));
+    if (dx.defined() && add) {
+      add_to(tensor_of(dx), found[0]);
+    } else if (dx.defined()) {
+      copy(found[0], tensor_of(dx));
+    }
     if (!dw.defined()) return;
     copy(found[1], tensor_of(dw));
     for (const int d : {2, 3}) clear_unread_taps(dw, d, x.sizes[d], dy.sizes[d], stride, padding);

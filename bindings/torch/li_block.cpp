@@ -123,7 +123,7 @@ class Block {
   void for_each_gap(const Body& body) const {
     for (std::size_t i = 0; i < layers.size(); ++i) {
       const Index z = layers[i].z_at, y = layers[i].y_at, image = layers[i].z.numel();
-      body(z + streams * (image / (streams + 1)), z + layers[i].integrated_at);
+      body(z + first_streams(layers[i].z, streams).numel(), z + layers[i].integrated_at);
       body(z + z_size(layers[i]), z + aligned(z_size(layers[i])));
       if (i + 1 < length) body(y + image, y + aligned(image));
     }
@@ -145,9 +145,11 @@ class Block {
   void set_sizes(Layer& layer, const TensorView& from) {
     const TensorView& w = layer.weights.streams[0].w;
     check(w.rank == 4, "stream 0: w: expected [K, ", from.sizes[2], ", R, R], got ", w);
-    for (const LiConvStream& each : layer.weights.streams) {
-      check(each.w.device == x.device, "w: expected a tensor on ", x.device, ", got one on ",
-            each.w.device);
+    for (Index i = 0; i < streams; ++i) {  // before torch, which would not name it, reads any
+      const Device device = layer.weights.streams[i].w.device;
+      in_stream(i, [&] {
+        check(device == x.device, "w: expected a tensor on ", x.device, ", got one on ", device);
+      });
     }
     check_packed(layer.weights);
     check(layer.stride >= 1, "stride: expected at least 1, got ", layer.stride);
@@ -163,7 +165,7 @@ class Block {
   }
 
   void place(Layer& layer, bool keeps_y) {
-    const Index before = streams * (layer.z.numel() / (streams + 1));
+    const Index before = first_streams(layer.z, streams).numel();
     layer.integrated_at = layer.integrated_only ? aligned(before) : before;
     layer.z_at = kept;
     layer.y_at = kept + aligned(z_size(layer));

@@ -32,8 +32,8 @@ class LiWeights {
 /// the layer.
 void check_packed(const LiWeights& layer);
 
-/// Images and weights that share a tensor begin at multiples of 256 bytes, if these are of half
-/// precision. In elements.
+/// Rounds up to where the next image or weight in a tensor begins: at multiples of 128 elements,
+/// which are 256 bytes in half precision.
 constexpr std::int64_t aligned(std::int64_t elements) { return divide_up(elements, 128) * 128; }
 
 /// Copies of float32 weights in the type of half-precision images, for several layers.

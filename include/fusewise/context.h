@@ -64,7 +64,7 @@ class Convolution {
   ///
   /// Requirements on the call: all tensors have one floating dtype and one device, and no size is
   /// 0. y and dy are channels-last without gaps; x, w, dx and dw may have any strides. y, dx and dw
-  /// overlap nothing, and unless backward adds, their old contents must not be read.
+  /// overlap nothing. Their old contents must not be read, except those of dx with `add`.
   ///
   /// Guarantees of the result: sums are at least float32 (float64 for float64). On CUDA the work is
   /// enqueued on the context's stream. An exception ends the call of the operator and reaches its

@@ -14,6 +14,8 @@
 
 namespace fusewise::cpu {
 
+inline Strides strides_of(const TensorView& t) { return {t.strides[0], t.strides[1]}; }
+
 /// d = a b (+ bias). d has contiguous rows. The bits do not depend on the number of threads.
 template <typename T>
 class GemmLoops {
@@ -48,7 +50,7 @@ class GemmLoops {
         t.rows = std::min(range, rows - row);
         t.columns = std::min(group, columns - column);
         t.inner = std::min(depth, inner - step);
-        run(t, {a.strides[0], a.strides[1]}, {b.strides[0], b.strides[1]}, panels.data());
+        run(t, strides_of(a), strides_of(b), panels.data());
       }
     });
     const Index used = divide_up(std::max<Index>(inner, 1), depth);
@@ -96,7 +98,8 @@ class GemmLoops {
   }
 
   void run(const Task& t, Strides a, Strides b, A* panels) const {
-    // Columns of a whose steps are far apart would not stay in L1 from one row to the next.
+    // Where a is transposed, each step of a sum is in a cache line of its own, and L1 would lose
+    // them before the next rows read them.
     const bool copies = kBlocks && a.row == 1 && a.column != 1;
     const Index all = std::max<Index>(t.inner, 1), segment = segment_of(all);
     const Index block = !kBlocks ? all : copies ? kCopyBlock : kBlock;

@@ -23,8 +23,6 @@ constexpr Index kPieceElements = 64 * 1024;  // work unit of a cheap pass, for o
 constexpr Index kLaterBiasColumns = 256;     // fewer are activated as one long row
 constexpr Index kSumRows = 32;               // rows whose gradients are summed together, in order
 
-Strides strides_of(const TensorView& t) { return {t.strides[0], t.strides[1]}; }
-
 template <typename T>
 class Operation {
  public:

@@ -36,6 +36,22 @@ __device__ __forceinline__ void mma_halves(__nv_bfloat16, float& c0, float& c1, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/// sums[i][j] += left[i] right[0, 1] and sums[i][j + 1] += left[i] right[2, 3], for every i.
+template <typename T, int kRowParts, int kColumnParts>
+__device__ __forceinline__ void multiply_two(const unsigned (&left)[kRowParts][4],
+                                             const unsigned (&right)[4],
+                                             float (&sums)[kRowParts][kColumnParts][4], int j) {
+#pragma unroll
+  for (int i = 0; i < kRowParts; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float (&c)[4] = sums[i][j + half];
+      mma_halves(T{}, c[0], c[1], c[2], c[3], left[i][0], left[i][1], left[i][2], left[i][3],
+                 right[2 * half], right[2 * half + 1]);
+    }
+  }
+}
+
 /// Four matrices of eight rows of 16 bytes. Lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -89,6 +89,16 @@ __device__ __forceinline__ void store_streaming(T* address, const Vector<T>& vec
   __stcs(reinterpret_cast<uint4*>(address), reinterpret_cast<const uint4&>(vector));
 }
 
+/// Calls `body` with a value of the half-precision type.
+template <typename Body>
+void dispatch_half(DType dtype, Body&& body) {
+  if (dtype == DType::f16) {
+    body(__half{});
+  } else {
+    body(__nv_bfloat16{});
+  }
+}
+
 /// Calls `body` with a value of the device type of `dtype`. float64 is not supported.
 template <typename Body>
 void dispatch_short_dtype(DType dtype, Body&& body) {

@@ -276,7 +276,7 @@ def test_one_pass_gradients_of_the_integration(size, channels, stride, dtype):
 @pytest.mark.parametrize("streams", [1, 3, 5])
 @pytest.mark.parametrize("size", [(1, 1, 1), (3, 13, 11), (5, 104, 74)], ids=str)
 def test_one_pass_gradients_of_the_streams(size, streams, channels, dtype):
-    """Before their convolutions. These change nothing, so the gradients of x are the same ones."""
+    """Before their convolutions. These are by the identity, so x has the same gradients."""
     n, h, w = size
     torch.manual_seed(0)
     shape = (streams + 1, n, h, w, channels)

@@ -13,7 +13,7 @@ from .._torch_private import is_batched_gradient
 from ._products import product_math, without_autocast
 from ._transforms import direct_apply, formula_gradients, needs_graph
 from .batch_norm import batch_norm_act
-from .li_conv import cast_images, li_conv, strides_of
+from .li_conv import cast_images, copies_that_fit, copies_to_keep, li_conv
 
 
 class Options(NamedTuple):
@@ -104,9 +104,10 @@ class _LIBlock(torch.autograd.Function):
         *call, ctx.forced = call
         t, running = _by_kind(call[0], *tensors)
         y, *saved, cast = _forward(call, t, running, save=True)
-        ctx.call, ctx.strides = call, strides_of(t.weights)
+        cast, ctx.layouts = copies_to_keep(cast, t.weights)
+        ctx.call = call
         # Not the running statistics, which other calls change before backward.
-        ctx.save_for_backward(*saved, cast if cast.numel() else None, *t.in_a_row())
+        ctx.save_for_backward(*saved, cast, *t.in_a_row())
         return y
 
     @staticmethod
@@ -115,8 +116,7 @@ class _LIBlock(torch.autograd.Function):
         # Read once: checkpointing recomputes it.
         kept, statistics, parameters, cast, *tensors = ctx.saved_tensors
         t, _ = _by_kind(options, *tensors)
-        if ctx.strides != strides_of(t.weights):
-            cast = None
+        cast = copies_that_fit(cast, ctx.layouts, t.weights)
         needed = ctx.needs_input_grad[1 : 1 + len(tensors)]
         others = [None] * (len(ctx.needs_input_grad) - 1 - len(needed))
 

@@ -95,16 +95,16 @@ class _LiConv(torch.autograd.Function):
         count, options, math, forced, _ = call
         y, u, cast = _forward(tensors, count, options, math, forced)
         _, _, packed = options
-        ctx.save_for_backward(*tensors, y if packed else u, cast if cast.numel() else None)
-        ctx.call, ctx.strides = call, strides_of(tensors)
+        cast, ctx.layouts = copies_to_keep(cast, tensors)
+        ctx.save_for_backward(*tensors, y if packed else u, cast)
+        ctx.call = call
         return y
 
     @staticmethod
     def backward(ctx, gradient):
         count, options, math, _, forced = ctx.call
         *tensors, u, cast = ctx.saved_tensors
-        if ctx.strides != strides_of(tensors):
-            cast = None
+        cast = copies_that_fit(cast, ctx.layouts, tensors)
         needed = ctx.needs_input_grad[1:]
         if needs_graph():
             return None, *_formula_gradients(tensors, count, options, needed, gradient)
@@ -163,9 +163,18 @@ def cast_image(image):
     return image.to(dtype, memory_format=torch.channels_last)  # the layout of the convolutions
 
 
-def strides_of(tensors) -> list:
-    """Copies of weights lie in memory as the weights do. Hooks on saved tensors may give backward
-    other strides; then it makes copies of its own."""
+def copies_to_keep(cast, tensors):
+    """The copies of weights for backward, if there are any, and the layouts of the weights."""
+    return (cast, _layouts(tensors)) if cast.numel() else (None, None)
+
+
+def copies_that_fit(cast, layouts, tensors):
+    """The copies that forward kept, or None. They lie in memory as the weights did. Hooks on saved
+    tensors may return weights in another layout; then backward makes copies of its own."""
+    return cast if cast is not None and layouts == _layouts(tensors) else None
+
+
+def _layouts(tensors):
     return [None if t is None else t.stride() for t in tensors]
 
 

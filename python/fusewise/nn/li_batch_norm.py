@@ -8,7 +8,7 @@ from .._ops import BATCH_NORM_ACT
 from ..functional._transforms import direct_apply, is_symbolic, needs_formula, refuse_script
 from ._checks import floating, one_of, true_or_false, whole
 from .batch_norm import SharedNorm
-from .li_conv import check_blanked, check_stream, members, with_integrated, with_unused
+from .li_conv import check_stream, for_all_streams, members, with_unused
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -131,10 +131,7 @@ class LIBatchNorm2d(SharedNorm):
             x = with_unused(x, [*list(self.stream_weights), *list(self.stream_biases)])
             parameters = self.integrated_weight, self.integrated_bias
             return self._norm(x, -1, parameters, residual, self.num_batches_tracked)
-        padded = isinstance(blanked, Tensor) and blanked.shape[:1] == (self.num_streams + 1,)
-        if blanked is not None and not padded:
-            check_blanked(blanked, self.num_streams, x.shape[1], x.device)
-            blanked = with_integrated(blanked)
+        blanked = for_all_streams(blanked, x, self.num_streams)
         weight, bias = _packed(
             [*members(self.stream_weights), self.integrated_weight],
             [*members(self.stream_biases), self.integrated_bias],

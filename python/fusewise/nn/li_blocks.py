@@ -9,7 +9,7 @@ from ..functional._transforms import is_jit_tracing, needs_formula
 from ..functional.li_conv import cast_image
 from ._parts import hooks_everywhere, ordinary, parameter
 from .li_batch_norm import LIBatchNorm2d
-from .li_conv import LIConv2d, check_blanked, members, with_integrated
+from .li_conv import LIConv2d, for_all_streams, members
 
 
 class _Block(nn.Module):
@@ -52,10 +52,7 @@ class _Block(nn.Module):
         """
         if isinstance(x, Tensor) and x.dim() == 5:
             x = cast_image(x)  # the residual too
-            padded = isinstance(blanked, Tensor) and blanked.shape[:1] == (x.shape[0],)
-            if blanked is not None and not padded:
-                check_blanked(blanked, x.shape[0] - 1, x.shape[1], x.device)
-                blanked = with_integrated(blanked)
+            blanked = for_all_streams(blanked, x, x.shape[0] - 1)
             if self._is_fusible(x):
                 strides, weights, norms, running = self._tensors()
                 if all(t.dtype == norms[0].dtype for t in norms):

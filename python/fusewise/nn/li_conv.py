@@ -261,6 +261,15 @@ def with_integrated(blanked: Tensor) -> Tensor:
     return torch.cat([blanked, torch.zeros_like(blanked[:1])])
 
 
+def for_all_streams(blanked: Tensor | None, x: Tensor, streams: int) -> Tensor | None:
+    """`[S + 1, N]` from `[S, N]`, which is checked against x, `[S + 1, N, C, H, W]`."""
+    padded = isinstance(blanked, Tensor) and blanked.shape[:1] == (streams + 1,)
+    if blanked is None or padded:
+        return blanked
+    check_blanked(blanked, streams, x.shape[1], x.device)
+    return with_integrated(blanked)
+
+
 def without(x: Tensor, blanked: Tensor) -> Tensor:
     """x with 0 in the samples that are blanked, in x's layout."""
     return torch.where(blanked[..., None, None, None], x.new_zeros(()), x)

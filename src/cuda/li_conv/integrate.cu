@@ -109,15 +109,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         unsigned right[4];  // of two parts, each 16 deep
         const int column = warp_column + j * 8 + lane / 16 * 8 + lane % 8;
         load_matrices(right, b + place_of(column, 2 * k + lane / 8 % 2));
-#pragma unroll
-        for (int i = 0; i < kRowParts; ++i) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float (&c)[4] = sums[i][j + half];
-            mma_halves(T{}, c[0], c[1], c[2], c[3], left[i][0], left[i][1], left[i][2], left[i][3],
-                       right[2 * half], right[2 * half + 1]);
-          }
-        }
+        multiply_two<T>(left, right, sums, j);
       }
     }
   }
@@ -173,11 +165,7 @@ void launch(const Context& context, const Integration& call) {
 }  // namespace
 
 void integrate(const Context& context, DType dtype, const Integration& call) {
-  if (dtype == DType::f16) {
-    launch<__half>(context, call);
-  } else {
-    launch<__nv_bfloat16>(context, call);
-  }
+  dispatch_half(dtype, [&]<typename T>(T) { launch<T>(context, call); });
 }
 
 }  // namespace fusewise::cuda

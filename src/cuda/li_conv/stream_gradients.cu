@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const std::size_t first_row = std::size_t{blockIdx.x} * kRows;
   const int chunk = threadIdx.x % kChunks, own_row = threadIdx.x / kChunks;
   const int tiles = call.columns / kColumns, steps = call.streams * tiles;
-  /// Where a tile begins in du and g: that of a step, at the block's first row.
+  /// Where the tile of a step begins in du and g, at the block's first row.
   const auto start_of = [&](int step) {
     return (step / tiles * call.rows + first_row) * call.columns + step % tiles * kColumns;
   };
@@ -117,15 +117,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         unsigned right[4];  // of two parts, each 16 deep
         const int row = k * 16 + lane / 8 % 2 * 8 + lane % 8;
         load_transposed(right, mix + place_of(row, warp_column / kChunk + j + lane / 16));
-#pragma unroll
-        for (int i = 0; i < kRowParts; ++i) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float (&c)[4] = sums[i][j + half];
-            mma_halves(T{}, c[0], c[1], c[2], c[3], left[i][0], left[i][1], left[i][2], left[i][3],
-                       right[2 * half], right[2 * half + 1]);
-          }
-        }
+        multiply_two<T>(left, right, sums, j);
       }
     }
 
@@ -181,11 +173,7 @@ void launch(const Context& context, const StreamGradients& call) {
 }  // namespace
 
 void stream_gradients(const Context& context, DType dtype, const StreamGradients& call) {
-  if (dtype == DType::f16) {
-    launch<__half>(context, call);
-  } else {
-    launch<__nv_bfloat16>(context, call);
-  }
+  dispatch_half(dtype, [&]<typename T>(T) { launch<T>(context, call); });
 }
 
 }  // namespace fusewise::cuda

@@ -131,15 +131,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOnAnSm)
       for (int j = 0; j < kColumnParts; j += 2) {
         unsigned right[4];  // of two parts, each 16 deep
         load_transposed(right, b + place_of(k + lane / 8 % 2 * 8 + lane % 8, j + lane / 16));
-#pragma unroll
-        for (int i = 0; i < kRowParts; ++i) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float (&c)[4] = sums[i][j + half];
-            mma_halves(T{}, c[0], c[1], c[2], c[3], left[i][0], left[i][1], left[i][2], left[i][3],
-                       right[2 * half], right[2 * half + 1]);
-          }
-        }
+        multiply_two<T>(left, right, sums, j);
       }
     }
   }
@@ -239,11 +231,7 @@ void launch(const Context& context, const WeightGradients& call) {
 
 void weight_gradients(const Context& context, DType dtype, const WeightGradients& call) {
   if (call.sources == 0) return;
-  if (dtype == DType::f16) {
-    launch<__half>(context, call);
-  } else {
-    launch<__nv_bfloat16>(context, call);
-  }
+  dispatch_half(dtype, [&]<typename T>(T) { launch<T>(context, call); });
 }
 
 }  // namespace fusewise::cuda

@@ -182,16 +182,6 @@ __global__ void __launch_bounds__(kImageThreads, kBatchedImageBlocks)
   }
 }
 
-/// Calls `body` with a value of the half-precision type.
-template <typename Body>
-void dispatch_half(DType dtype, Body body) {
-  if (dtype == DType::f16) {
-    body(__half{});
-  } else {
-    body(__nv_bfloat16{});
-  }
-}
-
 template <typename... Parameters>
 void launch(const Context& context, const char* what, void (*kernel)(Parameters...),
             const Arguments& a) {
