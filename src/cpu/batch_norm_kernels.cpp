@@ -8,39 +8,11 @@
 
 #include "cpu/batch_norm_pool_loops.h"
 #include "cpu/vector_bits.h"
+#include "cpu/vector_loops.h"
 #include "cpu/vector_math.h"
 
 namespace fusewise::cpu::FUSEWISE_ISA {
 namespace {
-
-/// A value per channel. The index is the first column of a vector.
-template <typename A, bool kPlanar>
-class PerChannel {
- public:
-  explicit PerChannel(const A* values) : values_(values) {
-    if (kPlanar && values != nullptr) value_ = LanesOf<A>{} + values[0];
-  }
-  template <typename... Count>
-  LanesOf<A> at(Index i, Count... count) const {
-    if constexpr (kPlanar)
-      return value_;
-    else
-      return Memory<A>::load(values_ + i, count...);
-  }
-
- private:
-  [[maybe_unused]] const A* values_;
-  LanesOf<A> value_{};
-};
-
-/// Sets all lanes with an index below count.
-template <typename V>
-auto first_lanes(Index count) {
-  using Mask = decltype(V{} < V{});
-  Mask index{};
-  for (unsigned i = 0; i < sizeof(V) / sizeof(index[0]); ++i) index[i] = i;
-  return index < static_cast<decltype(+index[0])>(count);
-}
 
 /// The rows from `row` on.
 template <typename T>
@@ -297,23 +269,6 @@ void moments(const BatchNormShape& shape, Rows<const T> x, AccumulatorOf<T>* piv
 }
 
 // Normalisation. ---------------------------------------------------------------------------------
-
-/// Calls function.operator()<...>() with the activation as a template argument.
-template <typename Function>
-void with_activation(Activation kind, const Function& function) {
-  switch (kind) {
-    case Activation::relu:
-      return function.template operator()<Activation::relu>();
-    case Activation::relu6:
-      return function.template operator()<Activation::relu6>();
-    case Activation::silu:
-      return function.template operator()<Activation::silu>();
-    case Activation::hardswish:
-      return function.template operator()<Activation::hardswish>();
-    default:
-      return function.template operator()<Activation::identity>();
-  }
-}
 
 constexpr bool has_bits(Activation kind) {
   return kind == Activation::relu || kind == Activation::relu6;

@@ -6,22 +6,12 @@
 
 #include "cpu/batch_norm_kernels.h"
 #include "cpu/vector.h"
+#include "cpu/vector_loops.h"
 #include "cpu/vector_math.h"
 
 namespace fusewise::cpu::FUSEWISE_ISA {
 namespace {
 
-/// Calls step(i) for every vector of a row, and step(i, count) for the columns that remain.
-template <typename T, typename Step>
-void each_vector(Index columns, const Step& step) {
-  constexpr int kLanes = Memory<T>::kLanes;
-  Index i = 0;
-  for (; i + kLanes <= columns; i += kLanes) step(i);
-  if (i < columns) step(i, columns - i);
-}
-
-template <typename T>
-using LanesOf = typename Memory<T>::V;
 template <typename T>
 using MaskOf = decltype(LanesOf<T>{} < LanesOf<T>{});
 

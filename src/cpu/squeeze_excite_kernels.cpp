@@ -7,7 +7,7 @@
 
 #include "cpu/squeeze_excite_kernels.h"
 
-#include "cpu/vector.h"
+#include "cpu/vector_loops.h"
 
 namespace fusewise::cpu::FUSEWISE_ISA {
 namespace {
@@ -96,33 +96,6 @@ void reduce_rows(const T* a, Index a_stride, const T* b, Index b_stride, Index r
 }
 
 // Scaling. -------------------------------------------------------------------------------------
-
-/// Number of elements before the first address that is aligned for a streaming store.
-template <typename T>
-Index to_alignment(const T* to) {
-  const auto address = reinterpret_cast<std::uintptr_t>(to);
-  return (kBytes - address % kBytes) % kBytes / sizeof(T);
-}
-
-/// out[i] = value(i, count...) for all i < n. Values are vectors.
-template <typename T, bool kStream, typename Value>
-void write(T* out, Index n, const Value& value) {
-  using M = Memory<T>;
-  Index i = 0;
-  if constexpr (kStream) {
-    Index head = to_alignment(out);
-    if (head > n) head = n;
-    for (; head - i > M::kLanes; i += M::kLanes) M::store(out + i, value(i));
-    if (head > i) M::store(out + i, value(i, head - i), head - i), i = head;
-  }
-  for (; i + M::kLanes <= n; i += M::kLanes) {
-    if constexpr (kStream)
-      M::stream(out + i, value(i));
-    else
-      M::store(out + i, value(i));
-  }
-  if (i < n) M::store(out + i, value(i, n - i), n - i);
-}
 
 template <typename T, bool kStream>
 void scale_plane(const T* in, AccumulatorOf<T> factor, AccumulatorOf<T> offset, bool shift,

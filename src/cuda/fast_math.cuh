@@ -24,8 +24,11 @@ __device__ __forceinline__ float fast_normal_cdf(float z, float bell) {
   return z < 0.0f ? tail : 1.0f - tail;
 }
 
+/// Without the instructions that __expf spends on denormal numbers, which 1 + e does not show.
 __device__ __forceinline__ float fast_sigmoid(float z) {
-  return __fdividef(1.0f, 1.0f + __expf(-z));
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * -1.44269504f));
+  return __fdividef(1.0f, 1.0f + e);
 }
 
 /// For a result of type T.

@@ -105,7 +105,7 @@ __device__ __forceinline__ void block_sum(int most_parts, int width, A* scratch,
 }
 
 /// Calls finish(k, sum over `count` rows of rows[row * width + k]) for rows in shared memory. Adds
-/// in the scratch's type.
+/// in the scratch's type, which may be the rows: a thread overwrites only what no other one reads.
 template <typename T, typename A, typename Finish>
 __device__ __forceinline__ void block_sum_rows(const T* rows, int count, int width, A* scratch,
                                                Finish finish) {

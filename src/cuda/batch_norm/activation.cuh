@@ -57,6 +57,25 @@ __device__ __forceinline__ A act_gradient(A v, A d) {
   }
 }
 
+/// act(v), and its slope, which share the sigmoid of silu.
+template <Activation kKind, typename T, typename A>
+__device__ __forceinline__ A act_with_slope(A v, A& slope) {
+  if constexpr (kKind == Activation::silu) {
+    A sigmoid;
+    if constexpr (sizeof(T) == 2) {
+      sigmoid = fast_sigmoid(v);
+    } else {
+      sigmoid = math::sigmoid(v);
+    }
+    const A activated = v * sigmoid;
+    slope = fma(activated, A(1) - sigmoid, sigmoid);
+    return activated;
+  } else {
+    slope = act_gradient<kKind, T>(v, A(1));
+    return act<kKind, T>(v);
+  }
+}
+
 /// Calls body(std::integral_constant-like tag) for the activation's value at run time.
 template <Activation kValue>
 struct ActivationTag {

@@ -3,7 +3,7 @@
 // The values of 16 bytes, and the places of windows in lanes as wide as the values: two lanes per
 // register for half precision. One instruction then compares or selects two values.
 
-#include "cuda/batch_norm/packed.cuh"
+#include "cuda/packed.cuh"
 
 namespace fusewise::cuda {
 

@@ -3,8 +3,8 @@
 // What the kernels with 16-byte accesses do with each vector, forward and backward.
 
 #include "cuda/batch_norm/activation.cuh"
-#include "cuda/batch_norm/packed.cuh"
 #include "cuda/batch_norm/tile.cuh"
+#include "cuda/packed.cuh"
 
 namespace fusewise::cuda {
 

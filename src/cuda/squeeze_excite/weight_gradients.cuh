@@ -1,8 +1,8 @@
 #pragma once
 
-// The gradients of the weights, from the small vectors of every sample. Every backward
-// implementation ends with this kernel. It reads what forward saved before the previous kernel is
-// done. This is safe because the previous kernel lets it start only when forward is done.
+// The gradients of the weights, from the small vectors of every sample, for backward without
+// batched GEMMs. The kernel reads what forward saved before the previous kernel is done. This is
+// safe because the previous kernel lets it start only when forward is done.
 
 #include <optional>
 

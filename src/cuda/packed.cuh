@@ -27,19 +27,25 @@ struct Packed {
     words[2] = bits.z;
     words[3] = bits.w;
   }
-  /// `streaming`: evicted from L2 first.
+  __device__ __forceinline__ void store_shared(void* address) const {
+    *static_cast<uint4*>(address) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  /// `streaming`: evicted from L2 first. Otherwise write-back, as of a plain store, which the
+  /// compiler may split into four.
   __device__ __forceinline__ void store(T* address, bool streaming) const {
     const uint4 bits = make_uint4(words[0], words[1], words[2], words[3]);
     if (streaming) {
       __stcs(reinterpret_cast<uint4*>(address), bits);
     } else {
-      *reinterpret_cast<uint4*>(address) = bits;
+      __stwb(reinterpret_cast<uint4*>(address), bits);
     }
   }
-  __device__ __forceinline__ void unpack(float (&values)[kSize]) const {
+  __device__ __forceinline__ void unpack(Accumulator<T> (&values)[kSize]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(T) == 4) {
+      if constexpr (sizeof(T) == 8) {
+        values[i / 2] = __hiloint2double(words[i / 2 * 2 + 1], words[i / 2 * 2]);
+      } else if constexpr (sizeof(T) == 4) {
         values[i] = __uint_as_float(words[i]);
       } else if constexpr (std::is_same_v<T, __half>) {
         const float2 two = __half22float2(reinterpret_cast<const __half2&>(words[i]));
@@ -51,10 +57,12 @@ struct Packed {
       }
     }
   }
-  __device__ __forceinline__ void pack(const float (&values)[kSize]) {
+  __device__ __forceinline__ void pack(const Accumulator<T> (&values)[kSize]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(T) == 4) {
+      if constexpr (sizeof(T) == 8) {
+        words[i] = i % 2 == 0 ? __double2loint(values[i / 2]) : __double2hiint(values[i / 2]);
+      } else if constexpr (sizeof(T) == 4) {
         words[i] = __float_as_uint(values[i]);
       } else if constexpr (std::is_same_v<T, __half>) {
         const __half2 two = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
