@@ -21,6 +21,13 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 BLANKED = torch.tensor([[False, True, False], [True, True, False]])
 
 
+@pytest.fixture(autouse=True)
+def deterministic():
+    """In float64 the convolutions are torch's. On CUDA its own choice may not repeat its bits."""
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        yield
+
+
 class Operators(TorchDispatchMode):
     """Counts fusewise's operators by name."""
 
@@ -74,13 +81,20 @@ def assert_same(found, expected):
         assert found[name].stride() == right.stride(), name
 
 
+def assert_near(found, right, name, computed_in=None):
+    """The same bits, but on CUDA, where sums may be added in another order."""
+    if not right.is_cuda:
+        assert same_bits(found, right), name
+    allowed = max(torch.finfo(computed_in or right.dtype).eps, 1e-5)
+    assert (found - right).double().norm() <= allowed * right.double().norm(), name
+
+
 def assert_as_layers(found, expected):
     """Except for dx, whose two terms cuDNN adds before it rounds."""
     if found["dx"].is_cuda:
         found, expected = dict(found), dict(expected)
         dx, right = found.pop("dx"), expected.pop("dx")
-        allowed = max(torch.finfo(found["y"].dtype).eps, 1e-5)
-        assert (dx - right).double().norm() <= allowed * right.double().norm()
+        assert_near(dx, right, "dx", found["y"].dtype)
         assert dx.dtype == right.dtype and dx.stride() == right.stride()
     assert_same(found, expected)
 
@@ -155,7 +169,7 @@ def test_momentum(device, momentum):
 
 
 def test_without_gradients(device):
-    """Nothing is kept, and the result has the same bits."""
+    """Nothing is kept, and the result is the same. On CUDA BatchNorm may run another kernel."""
     for kind in (LIBasicBlock, LIBottleneck):
         for integrated_only in (False, True):
             block = random_block(kind, 4, 2, device)
@@ -165,7 +179,8 @@ def test_without_gradients(device):
             hooks = torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t)
             with hooks, torch.no_grad():
                 y = block(x, None, integrated_only)
-            assert same_bits(y, right) and not kept and not y.requires_grad
+            assert_near(y, right, kind)
+            assert not kept and not y.requires_grad
     with torch.inference_mode():
         assert block(draw(device)).is_inference()
 
@@ -173,7 +188,9 @@ def test_without_gradients(device):
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("integrated_only", [False, True], ids=["all", "integrated"])
 def test_only_what_is_wanted(device, stride, integrated_only):
-    """Each gradient alone is that of all together; what is frozen gets none."""
+    """Each gradient alone is that of all together; what is frozen gets none. On CUDA one GEMM
+    computes the gradients of all streams if all are needed."""
+    torch.backends.cudnn.allow_tf32 = False  # until the fixture's end
     block = random_block(planes=8, stride=stride, device=device)
     x = draw(device)
     dy = gradient_for(block, x, integrated_only)
@@ -188,7 +205,7 @@ def test_only_what_is_wanted(device, stride, integrated_only):
         leaf = x.detach().requires_grad_(wanted == "dx")
         block(leaf, None, integrated_only).backward(dy)
         found = {"dx": leaf.grad} | {name: p.grad for name, p in block.named_parameters()}
-        assert same_bits(found.pop(wanted), expected[wanted]), wanted
+        assert_near(found.pop(wanted), expected[wanted], wanted)
         assert all(t is None for t in found.values()), wanted
     block.requires_grad_(False)
     assert not block(x).requires_grad
