@@ -70,6 +70,11 @@ TensorView kind_of(const char* name, const Tensor& tensor) {
   TensorView view;
   view.dtype = dtype_of(name, tensor);
   view.device = device_of(name, tensor);
+  // A view of freed memory still has a pointer.
+  check(tensor.storage_bytes() > 0 || tensor.numel() == 0, name,
+        ": expected a tensor with memory, got one whose storage was freed; FSDP does so with "
+        "parameters outside of the module that runs: wrap the block that holds all layers of the "
+        "operator");
   view.data = const_cast<void*>(tensor.const_data_ptr());
   view.rank = 0;
   return view;

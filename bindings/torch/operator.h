@@ -273,7 +273,9 @@ class TorchCall {
     DType weight = first_view.dtype;
     for (const Rule& other : kOperator.tensors) {
       if (other.type != Type::weight || place(other) == nullptr) continue;
-      weight = place(other)(const_cast<Call&>(call)).dtype;
+      const TensorView given = place(other)(const_cast<Call&>(call));
+      if (!given.defined()) continue;
+      weight = given.dtype;
       break;
     }
     return fusewise::foreseen(t, sizes_, first_view.dtype, weight, first_view.device);
@@ -379,6 +381,7 @@ class OperatorBinding {
     std::size_t input = 0;
     for (const auto& t : kOperator.tensors) {
       if (!is_input(t) || !torch_call.is_needed(input++)) continue;
+      check(t.gradient != nullptr, t.name, ": expected no gradient to be needed, got one");
       Result result = torch_call.new_result(t);
       t.gradient(torch_call.call) = result.view;
       if (result.copy.has_value()) copies.emplace_back(results.size(), *std::move(result.copy));

@@ -48,6 +48,7 @@ class Tensor {
   bool is_cpu() const { return device_type() == aoti_torch_device_type_cpu(); }
   bool is_cuda() const { return device_type() == aoti_torch_device_type_cuda(); }
   std::int32_t device_index() const { return ask<std::int32_t>(aoti_torch_get_device_index); }
+  std::int64_t storage_bytes() const { return ask<std::int64_t>(aoti_torch_get_storage_size); }
   const void* const_data_ptr() const { return ask<const void*>(torch_get_const_data_ptr); }
   void* mutable_data_ptr() const { return ask<void*>(torch_get_mutable_data_ptr); }
 

@@ -44,9 +44,13 @@ class TensorRule(NamedTuple):
 
 
 class Operator:
-    """One operator of `torch.ops.fusewise`, with its backward and its `explain`."""
+    """One operator of `torch.ops.fusewise`, with its backward and its `explain`.
 
-    def __init__(self, name: str):
+    kept: inputs that a second backward needs, though backward does not read them. For operators
+    that write inputs, because these do not keep all of them.
+    """
+
+    def __init__(self, name: str, kept: tuple[str, ...] = ()):
         self.name = name
         for suffix in ("", "_backward", "_explain"):
             function = getattr(torch.ops.fusewise, f"_{name}{suffix}").default
@@ -81,15 +85,19 @@ class Operator:
         """What backward receives: indices into the inputs followed by the saved tensor."""
         self.index = {rule.name: i for i, rule in enumerate(self.inputs)}
         """The inputs' places by name."""
+        self.constant = [i for i, rule in enumerate(self.inputs) if not rule.differentiable]
+        """The inputs that have no gradient."""
         only_for = self.inputs[0].only_for
         self.first_is_for = self.index[only_for] if only_for else None
         """Index of the one input whose gradient needs the first input, if no other does."""
-        # Only what backward reads of the inputs, if forward writes some; -1 is an appended None.
+
+        def keeps(rule: TensorRule, word: str) -> bool:
+            read = rule.read and (not rule.read_with or word in rule.read_with)
+            return read or rule.name in kept
+
+        # Only what a backward needs of the inputs, if forward writes some; -1 is an appended None.
         self._kept = {
-            word: [
-                i if rule.read and (not rule.read_with or word in rule.read_with) else -1
-                for i, rule in enumerate(self.inputs)
-            ]
+            word: [i if keeps(rule, word) else -1 for i, rule in enumerate(self.inputs)]
             for word in (next(iter(self.choices.values())) if self.updates else ())
         }
         self._gradients = {}  # what `gradients` returned
@@ -97,8 +105,8 @@ class Operator:
         torch.library.register_fake(f"fusewise::_{name}_backward")(self._fake_backward)
 
     def kept(self, tensors, words):
-        """The inputs that are kept for backward. If forward writes inputs, only those that backward
-        reads; otherwise all, for a second backward."""
+        """The inputs that are kept for backward. If forward writes inputs, only those that a
+        backward needs; otherwise all, for a second backward."""
         if not self.updates:
             return tensors
         tensors = (*tensors, None)
@@ -302,7 +310,8 @@ class Operator:
             shape = [*leading, *shape[1:]]
         if rule.type == "statistics":
             return tensors[0].new_empty(shape, dtype=wide_dtype(tensors[0]))
-        same = (t for r, t in zip(inputs, tensors, strict=True) if r.type == rule.type)
+        pairs = zip(inputs, tensors, strict=True)
+        same = (t for r, t in pairs if r.type == rule.type and t is not None)
         result = next(same).new_empty(shape)
         if rule.layout == "any" and len(shape) >= 4 and has_adjacent_channels(tensors[0]):
             return torch.empty_like(result.movedim(-3, -1).contiguous()).movedim(-1, -3)

@@ -134,6 +134,12 @@ class _Call(torch.autograd.Function):
     def forward(ctx, call, *tensors):
         function, words, flags, numbers, forced, forced_backward = call
         operator = function.operator
+        for i in operator.constant:
+            if ctx.needs_input_grad[1 + i]:
+                raise RuntimeError(
+                    f"{operator.inputs[i].name}: expected a tensor that needs no gradient, got one "
+                    "with requires_grad=True"
+                )
         y, saved = operator.forward(*tensors, *words, *flags, *numbers, True, forced)
         strides = None if function.arranged is None else tensors[0].stride()
         passed_on = function.passed_on(words, tensors)
