@@ -313,6 +313,25 @@ def test_forced_torch_is_torchs_own(device):
         torch.jit.script(ours)
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("kind", ["residual", "max-pool", "without statistics"])
+def test_fx_sees_torchs_operators(device, kind, training):
+    theirs = nn.BatchNorm2d(6, track_running_stats=kind != "without statistics").to(device)
+    theirs.train(training)
+    x, residual = torch.randn(2, 3, 6, 8, 5, device=device)
+    expected = F.relu(copy.deepcopy(theirs)(x) + (residual if kind == "residual" else 0))
+    if kind == "max-pool":
+        expected = F.max_pool2d(expected, 3, 2, 1)
+    ours = BatchNormAct2d.from_batch_norm(theirs, "relu", max_pool=kind == "max-pool")
+    without = {} if kind == "residual" else {"residual": None}
+    with pytest.raises(TypeError, match="torch.fx cannot trace a fused operator"):
+        torch.fx.symbolic_trace(ours, without)
+    with fusewise.implementation("torch"):
+        traced = torch.fx.symbolic_trace(ours, without)
+    assert "fusewise" not in traced.code
+    torch.testing.assert_close(traced(x, None if without else residual), expected)
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("residual", [True, False])
 def test_fakes(device, layout, residual):

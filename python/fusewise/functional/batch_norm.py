@@ -7,9 +7,9 @@ from torch import Tensor
 from .. import _ops
 from ._call import Function
 from ._synchronized import is_shared, synchronized
-from ._transforms import formula_gradients
+from ._transforms import formula_gradients, is_jit_tracing, is_symbolic
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "identity": lambda v: v,
     "relu": F.relu,
     "relu6": F.relu6,
@@ -79,10 +79,8 @@ def batch_norm_act(
         True
     """
     shared = is_shared(process_group) and training
-    if training and not shared and _has_one_value(x.shape):
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {x.shape}"
-        )
+    if training and not shared:
+        refuse_one_value(x)
     statistics = (x, running_mean, running_var, weight, bias)
     if max_pool:
         if residual is not None:
@@ -97,9 +95,27 @@ def batch_norm_act(
     return function(tensors, words, flags, numbers)
 
 
-def _has_one_value(shape: torch.Size) -> bool:
-    """Whether a channel of an image of this shape has one value."""
-    return len(shape) >= 4 and shape[-1] == 1 and shape[-4] * shape[-2] == 1
+def refuse_one_value(x: Tensor) -> None:
+    """Raises torch's error if a channel of the image has one value, which has no statistics. Not
+    for tracers, which cannot compare sizes."""
+    if is_symbolic(x) or is_jit_tracing():
+        return
+    shape = getattr(x, "shape", ())
+    if len(shape) >= 4 and shape[-1] == 1 and shape[-4] * shape[-2] == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {shape}"
+        )
+
+
+def check_statistics(running_mean, running_var, num_batches_tracked, training, momentum) -> None:
+    """Raises the core's errors about running statistics."""
+    if (running_mean is None) != (running_var is None):
+        raise RuntimeError("running_mean and running_var: expected both or none")
+    averages = training and momentum < 0 and running_mean is not None
+    if averages and num_batches_tracked is None:
+        raise RuntimeError(
+            "num_batches_tracked: expected a tensor where momentum is None, got none"
+        )
 
 
 class _NormFunction(Function):
@@ -141,16 +157,16 @@ class _BatchNormFunction(_NormFunction):
         statistics depend on x, in inference they are constants."""
         *inputs, saved = kept
         x, residual = inputs[0], self._residual
-        mean, inverse, rest = _unpacked(saved, x)
+        mean, inverse, rest = unpacked(saved, x)
         passes = _in_order(_bits(rest, x.numel()).bool(), x, x.shape) if rest.numel() else None
         if needed[residual] and inputs[residual] is None:
             # Its values are not needed: the activation's decisions are kept.
             inputs[residual] = torch.zeros_like(x).requires_grad_()
 
         def formula(x, _, __, weight, bias, residual, ___, blanked, ____):
-            v = _normalized(x, mean, inverse, blanked, flags[0])
-            v = _affine(v, weight, bias, residual)
-            y = torch.where(passes, v, 0) if passes is not None else _ACTIVATIONS[words[0]](v)
+            v = normalized(x, mean, inverse, blanked, flags[0])
+            v = affine(v, weight, bias, residual)
+            y = torch.where(passes, v, 0) if passes is not None else ACTIVATIONS[words[0]](v)
             return _without(y.to(x.dtype), blanked)
 
         return formula_gradients(formula, inputs, needed, gradient)
@@ -161,19 +177,19 @@ class _PoolFunction(_NormFunction):
         """The same. The max-pool takes the values that forward chose."""
         *inputs, saved = kept
         x = inputs[0]
-        mean, inverse, _ = _unpacked(saved, x)
+        mean, inverse, _ = unpacked(saved, x)
         places = pooled_pixels(saved, x)
 
         def formula(x, _, __, weight, bias, ___, blanked, ____):
-            v = _affine(_normalized(x, mean, inverse, blanked, flags[0]), weight, bias, None)
-            u = _ACTIVATIONS[words[0]](v).to(x.dtype)
+            v = affine(normalized(x, mean, inverse, blanked, flags[0]), weight, bias, None)
+            u = ACTIVATIONS[words[0]](v).to(x.dtype)
             y = u.flatten(-2).gather(-1, places.flatten(-2)).view(places.shape)
             return _without(y, blanked)
 
         return formula_gradients(formula, inputs, needed, gradient)
 
 
-def _normalized(x, mean, inverse, blanked, training):
+def normalized(x, mean, inverse, blanked, training):
     """The statistics as functions of x in training, with forward's values."""
     if training:
         mean, variance = _statistics(x, blanked)
@@ -185,7 +201,7 @@ def _normalized(x, mean, inverse, blanked, training):
 def pooled_pixels(saved: Tensor, x: Tensor) -> Tensor:
     """For each output of the max-pool, the pixel of the image that it took."""
     shape = torch.Size((*x.shape[:-2], (x.shape[-2] + 1) // 2, (x.shape[-1] + 1) // 2))
-    choices = _unpacked(saved, x)[2][: shape.numel()]
+    choices = unpacked(saved, x)[2][: shape.numel()]
     choices = _in_order(choices, x, shape).long()
     h, w = (torch.arange(size, device=x.device) for size in shape[-2:])
     rows = 2 * h[:, None] - 1 + choices // 3
@@ -197,7 +213,7 @@ def _wide(channels: Tensor, x: Tensor) -> Tensor:
     return channels[..., None, :, None, None] if x.dim() == 5 else channels[:, None, None]
 
 
-def _affine(v, weight, bias, residual):
+def affine(v, weight, bias, residual):
     if weight is not None:
         v = v * _wide(weight, v)
     if bias is not None:
@@ -220,8 +236,8 @@ def _statistics(x: Tensor, blanked: Tensor | None) -> tuple[Tensor, Tensor]:
     return mean, squares.sum(dims) / count
 
 
-def _unpacked(saved: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What forward saved: mean, 1 / deviation, and the bytes of its decisions."""
+def unpacked(saved: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What forward saved: mean, 1 / deviation, and the bytes of the rest."""
     shape = (x.shape[0], x.shape[2]) if x.dim() == 5 else (x.shape[1],)
     count = shape[0] * shape[-1] if x.dim() == 5 else shape[0]
     mean, inverse = saved[: 2 * count].reshape(2, *shape)
@@ -266,8 +282,45 @@ def _formula(
     momentum,
     eps,
 ):
-    inputs = (x, running_mean, running_var, weight, bias, residual, num_batches_tracked)
-    _ops.BATCH_NORM_ACT.check((*inputs, blanked, group), (activation,))
+    statistics = (x, running_mean, running_var, weight, bias)
+    tracked = num_batches_tracked
+    if is_symbolic(x):
+        v = plainly_normalized(*statistics, tracked, training, momentum, eps)
+        return ACTIVATIONS[activation](v if residual is None else v + residual)
+    _ops.BATCH_NORM_ACT.check((*statistics, residual, tracked, blanked, group), (activation,))
+    v = activated(*statistics, residual, tracked, blanked, activation, training, momentum, eps)
+    return _without(v.to(x.dtype), blanked)
+
+
+def plainly_normalized(
+    x, running_mean, running_var, weight, bias, num_batches_tracked, training, momentum, eps
+):
+    """What `nn.BatchNorm2d` computes."""
+    check_statistics(running_mean, running_var, num_batches_tracked, training, momentum)
+    if training and num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+        if momentum < 0:
+            momentum = 1.0 / float(num_batches_tracked)
+    return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def activated(
+    x,
+    running_mean,
+    running_var,
+    weight,
+    bias,
+    residual,
+    num_batches_tracked,
+    blanked,
+    activation,
+    training,
+    momentum,
+    eps,
+):
+    """The formula without checks of shapes and types, before it is rounded to x's dtype. Updates
+    the statistics."""
+    check_statistics(running_mean, running_var, num_batches_tracked, training, momentum)
     if training and num_batches_tracked is not None:
         each = num_batches_tracked.dim() == 1
         num_batches_tracked.add_((_count(x, blanked)[..., 0] > 1).long() if each else 1)
@@ -278,15 +331,18 @@ def _formula(
             _update(running_mean, running_var, mean, variance, factor, _count(x, blanked))
     else:
         mean, variance = running_mean, running_var
+    dtype = _ops.wide_dtype(x)
+    mean, variance = mean.to(dtype), variance.to(dtype)
     v = (x - _wide(mean, x)) * _wide((variance + eps).rsqrt(), x)
-    v = _affine(v, weight, bias, residual)
-    return _without(_ACTIVATIONS[activation](v).to(x.dtype), blanked)
+    return ACTIVATIONS[activation](affine(v, weight, bias, residual))
 
 
 def _pool_formula(x, running_mean, running_var, weight, bias, tracked, blanked, group, *others):
-    inputs = (x, running_mean, running_var, weight, bias, tracked, blanked, group)
-    _ops.BATCH_NORM_ACT_POOL.check(inputs, others[:1])
     statistics = (x, running_mean, running_var, weight, bias)
+    if is_symbolic(x):
+        y = _formula(*statistics, None, tracked, blanked, group, *others)
+        return F.max_pool2d(y, 3, 2, 1)
+    _ops.BATCH_NORM_ACT_POOL.check((*statistics, tracked, blanked, group), others[:1])
     y = _formula(*statistics, None, tracked, blanked, group, *others)
     pooled = F.max_pool2d(y.flatten(0, -4), 3, 2, 1)
     return pooled.reshape(*x.shape[:-2], *pooled.shape[-2:])
