@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "python")]
 import torch  # noqa: E402
 
 import autoencoder_reference  # noqa: E402
+import batch_norm_excite_reference  # noqa: E402
 import batch_norm_reference  # noqa: E402
 import fusewise  # noqa: E402
 import linear_reference  # noqa: E402
@@ -206,12 +207,45 @@ def draw_batch_norm_act(rng, device):
     return [case]
 
 
+def draw_batch_norm_excite(rng, device):
+    shape = batch(rng, 9), size(rng, 150), size(rng, 15), size(rng, 15)
+    training = shape[0] * shape[2] * shape[3] != 1 and rng.random() < 0.7
+    case = batch_norm_excite_reference.make_case(
+        shape,
+        size(rng, 40),
+        device,
+        draw_dtypes(rng),
+        activation=rng.choice(sorted(batch_norm_reference.ACTIVATIONS)),
+        hidden_activation=rng.choice(reference.ACTIVATIONS),
+        gate=rng.choice(reference.GATES),
+        affine=(rng.random() < 0.7, rng.random() < 0.7),
+        biases=(rng.random() < 0.7, rng.random() < 0.7),
+        training=training,
+        convolution=rng.random() < 0.3,
+        mean=rng.choice((0.0, 0.5, 30.0)),
+    )
+    layout = Relay.drawn(rng, 4)
+    dense, x = case.x, layout(case.x)
+    # Equal values leave a BatchNorm only noise.
+    if x.numel() and (not training or x.double().std((0, 2, 3)).min() > 0.1):
+        case.x = x
+        batch_norm_excite_reference.leave_kinks(
+            case, dense, lambda: torch.randn_like(dense) * 2, layout
+        )
+    dy = relaid(rng, case.dy)
+    # With means of 0 and equal gradients, w1's gradient is a product of two rounding errors.
+    if case.bias is not None or case.activation != "identity" or not training:
+        case.dy = dy
+    return [case]
+
+
 OPERATORS = {
     "squeeze_excite": draw_squeeze_excite,
     "linear_act": draw_linear_act,
     "mlp": draw_mlp,
     "autoencoder": draw_autoencoder,
     "batch_norm_act": draw_batch_norm_act,
+    "batch_norm_excite": draw_batch_norm_excite,
 }
 
 
@@ -228,7 +262,7 @@ def drawn(operator, device, seed, number, redraw=0):
 def check(case, *others):
     """Checks the accuracy rule for every implementation, and under autocast."""
     case.check_every_implementation(*others)
-    if isinstance(case, batch_norm_reference.Case) and case.residual is None:
+    if type(case) is batch_norm_reference.Case and case.residual is None:
         case.check_every_pool()
     if case.x.dtype != case.inputs[1].dtype:
         check_under_autocast(case, *others)

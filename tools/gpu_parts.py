@@ -36,6 +36,9 @@ FAMILIES = {
     "linear": Family(("linear", "mlp", "gemm"), ("linear_act", "mlp")),
     "autoencoder": Family(("autoencoder",), ("autoencoder",), uses=("linear",)),
     "batch_norm": Family(("batch_norm",), ("batch_norm_act",)),
+    "batch_norm_excite": Family(
+        ("batch_norm_excite",), ("batch_norm_excite",), uses=("batch_norm", "squeeze_excite")
+    ),
     "linet": Family(
         ("linet", "li_conv", "li_batch_norm", "li_blocks", "li_resnet", "im2col"),
         (),
@@ -44,11 +47,18 @@ FAMILIES = {
     "optimize": Family(
         ("optimize", "rewrite"),
         (),
-        uses=("squeeze_excite", "linear", "batch_norm"),
+        uses=("squeeze_excite", "linear", "batch_norm", "batch_norm_excite"),
         kernels=False,
     ),
 }
-FUZZED = ("squeeze_excite", "linear_act", "mlp", "autoencoder", "batch_norm_act")
+FUZZED = (
+    "squeeze_excite",
+    "linear_act",
+    "mlp",
+    "autoencoder",
+    "batch_norm_act",
+    "batch_norm_excite",
+)
 FUZZ_CALLS = 150
 ZOO = "squeeze_excite"  # the family with a sweep over common models
 ZOO_MINUTES = 7  # its pieces; the rest of a part's time is for compiling and the report
@@ -86,11 +96,11 @@ class Part:
 
 def owner(path: Path) -> str | None:
     """The family that a file belongs to; None if it belongs to all of them. The first word in the
-    path decides, so a folder counts before the file's name."""
+    path decides, so a folder counts before the file's name; the longest of words in one place."""
     text = path.relative_to(ROOT).as_posix() if path.is_absolute() else path.as_posix()
     words = ((word, name) for name, family in FAMILIES.items() for word in family.words)
-    found = [(text.index(word), name) for word, name in words if word in text]
-    return min(found, default=(0, None))[1]
+    found = [(text.index(word), -len(word), name) for word, name in words if word in text]
+    return min(found, default=(0, 0, None))[-1]
 
 
 # --- sources --------------------------------------------------------------------------------------

@@ -207,6 +207,41 @@ def batch_norm_calls() -> int:
     )
 
 
+def batch_norm_excite_call(shape, dtype, layout) -> int:
+    """Every activation and implementation, in both directions, with float32 parameters."""
+    n, channels, height, width, reduced = shape
+    done, sizes = 0, ((channels,), (channels,), (reduced, channels), (reduced,))
+    x = torch.randn(n, channels, height, width, device="cuda", dtype=dtype)
+    others = [torch.randn(s, device="cuda") for s in (*sizes, (channels, reduced), (channels,))]
+    learned = [t.requires_grad_() for t in (x.to(memory_format=layout), *others)]
+    statistics = torch.zeros(channels, device="cuda"), torch.ones(channels, device="cuda")
+    for activation in ("identity", "relu", "relu6", "silu", "hardswish"):
+
+        def call(x, *parameters, activation=activation):
+            return fusewise.functional.batch_norm_excite(
+                x, *statistics, *parameters, activation=activation, training=True
+            )
+
+        forward, backward = fusewise.explain(call, *learned)
+        for choice in itertools.zip_longest(forward.able, backward.able, fillvalue=""):
+            names = ("batch_norm_excite", "batch_norm_excite_backward")
+            with fusewise.implementation(**dict(zip(names, choice, strict=True))):
+                y = call(*learned)
+                torch.autograd.grad(y, learned, torch.ones_like(y))
+            done += 1
+    return done
+
+
+def batch_norm_excite_calls() -> int:
+    return sum(
+        batch_norm_excite_call(shape, dtype, layout)
+        for shape in SHAPES
+        if shape[0] * shape[2] * shape[3] > 1
+        for dtype in (torch.float16, torch.float32)
+        for layout in LAYOUTS
+    )
+
+
 LI_CONVS = (
     # n, channels, height, width; stride; first layer
     ((2, 64, 8, 9), 1, True),
@@ -276,6 +311,7 @@ FAMILIES = {
     "linear": linear_act_calls,
     "autoencoder": autoencoder_calls,
     "batch_norm": batch_norm_calls,
+    "batch_norm_excite": batch_norm_excite_calls,
     "linet": linet_calls,
 }
 

@@ -55,38 +55,16 @@ void check_more(const F& call) { check_statistics(without_pool(call)); }
 }  // namespace
 
 BatchNormActForward without_pool(const BatchNormActPoolForward& call) {
-  BatchNormActForward norm;
-  norm.x = call.x;
-  norm.weight = call.weight;
-  norm.bias = call.bias;
+  BatchNormActForward norm = norm_in_forward(call);
   norm.blanked = call.blanked;
   norm.group = call.group;
-  norm.running_mean = call.running_mean;
-  norm.running_var = call.running_var;
-  norm.num_batches_tracked = call.num_batches_tracked;
-  norm.activation = call.activation;
-  norm.training = call.training;
-  norm.momentum = call.momentum;
-  norm.eps = call.eps;
-  norm.mean = call.mean;
-  norm.inverse_deviation = call.inverse_deviation;
   return norm;
 }
 
 BatchNormActBackward without_pool(const BatchNormActPoolBackward& call) {
-  BatchNormActBackward norm;
-  norm.x = call.x;
-  norm.weight = call.weight;
-  norm.bias = call.bias;
+  BatchNormActBackward norm = norm_in_backward(call);
   norm.blanked = call.blanked;
-  norm.mean = call.mean;
-  norm.inverse_deviation = call.inverse_deviation;
   norm.group = call.group;
-  norm.activation = call.activation;
-  norm.training = call.training;
-  norm.dx = call.dx;
-  norm.dweight = call.dweight;
-  norm.dbias = call.dbias;
   norm.dgroup = call.dgroup;
   return norm;
 }

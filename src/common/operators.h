@@ -6,6 +6,7 @@
 #include "common/operator.h"
 #include "fusewise/autoencoder.h"
 #include "fusewise/batch_norm.h"
+#include "fusewise/batch_norm_excite.h"
 #include "fusewise/linear_act.h"
 #include "fusewise/squeeze_excite.h"
 
@@ -15,6 +16,7 @@
   each(autoencoder, Autoencoder);              \
   each(batch_norm_act, BatchNormAct);          \
   each(batch_norm_act_pool, BatchNormActPool); \
+  each(batch_norm_excite, BatchNormExcite);    \
   each(linear_act, LinearAct);                 \
   each(squeeze_excite, SqueezeExcite);
 

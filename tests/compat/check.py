@@ -184,6 +184,65 @@ def batch_norm():
         torch.testing.assert_close(exported.module()(other), module(other))
 
 
+def batch_norm_excite():
+    """Every dtype and layout against torch's own layers; compiled, and exported."""
+    functional = torch.nn.functional
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 9, 5, 4), (9,), (9,), (12, 9, 1, 1), (12,), (9, 12, 1, 1), (9,)
+
+    def eager(x, weight, bias, *excitation):
+        v = functional.batch_norm(x, None, None, weight, bias, training=True)
+        return formula(functional.silu(v), *excitation, "silu")
+
+    def ours(x, *parameters):
+        return fusewise.functional.batch_norm_excite(x, None, None, *parameters, training=True)
+
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            values = [torch.randn(shape, generator=generator) for shape in shapes]
+            values[0] = values[0].to(memory_format=layout)
+            tensors = [value.to(dtype).requires_grad_() for value in values]
+            y, right = ours(*tensors), eager(*tensors)
+            assert y.is_contiguous(memory_format=layout)
+            tolerance = 100 * torch.finfo(dtype).eps
+            found, expected = (
+                [t, *torch.autograd.grad(t, tensors, torch.ones_like(t) / 64)] for t in (y, right)
+            )
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+    class Chain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm2d(8)
+            self.weights = torch.nn.ParameterList([torch.randn(2, 8), torch.randn(8, 2)])
+
+        def forward(self, x):
+            w1, w2 = self.weights
+            return fusewise.functional.batch_norm_excite(
+                x,
+                self.norm.running_mean,
+                self.norm.running_var,
+                self.norm.weight,
+                self.norm.bias,
+                w1,
+                None,
+                w2,
+                None,
+                training=self.training,
+                num_batches_tracked=self.norm.num_batches_tracked,
+            )
+
+    module, x = Chain(), torch.randn(4, 8, 6, 6)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    compiled(x).sum().backward()
+    assert module.norm.num_batches_tracked == 1
+    exported = torch.export.export(
+        module.eval(), (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},)
+    )
+    other = torch.randn(7, 8, 6, 6)
+    torch.testing.assert_close(exported.module()(other), module(other))
+
+
 def linet():
     """A training step against the formula; compiled, with a batch of another size."""
     torch.manual_seed(0)
@@ -227,6 +286,7 @@ if __name__ == "__main__":
         linear_modules,
         autoencoder,
         batch_norm,
+        batch_norm_excite,
         linet,
         bad_input,
     ):

@@ -95,14 +95,16 @@ class Case:
     activation: str = "relu"
     training: bool = True
 
+    names = ("x", "weight", "bias", "residual")
+    """The tensors that get gradients."""
+
     @property
     def inputs(self):
         return self.x, self.running_mean, self.weight, self.bias, self.residual
 
     def results(self, fn=None) -> Results:
         """The outputs of a call and what they should be, given its decisions."""
-        names = ("x", "weight", "bias", "residual")
-        tensors = {name: getattr(self, name) for name in names}
+        tensors = {name: getattr(self, name) for name in self.names}
         own = self._of(fn)
         tensors = {n: own(t).requires_grad_() for n, t in tensors.items() if t is not None}
         mean, var = self.running_mean.clone(), self.running_var.clone()
@@ -144,9 +146,9 @@ class Case:
             passes = ~(y <= 0) & (~(y >= 6) if self.activation == "relu6" else True)
         running = None if self.training else (self.running_mean, self.running_var)
         right = expected(x, weight, bias, self.dy, self.activation, self.residual, passes, running)
-        return right | self._expected_statistics()
+        return right | self.expected_statistics()
 
-    def _expected_statistics(self):
+    def expected_statistics(self):
         x = self.x.double()
         old = self.running_mean.double(), self.running_var.double()
         new = x.mean((0, 2, 3)), x.var((0, 2, 3))

@@ -160,7 +160,7 @@ def make_case(
         gate=gate,
     )
     if not case.x.is_meta:
-        _leave_kinks(case)
+        leave_kinks(case)
     return case
 
 
@@ -182,7 +182,7 @@ def near_kinks(z, function, dtype):
     return near
 
 
-def _leave_kinks(case):
+def leave_kinks(case):
     """Draws the weights of a unit again while one of its samples is near a kink.
 
     There torch's gradient may be off by a whole term, and the rule would allow as much everywhere.

@@ -149,6 +149,31 @@ def test_kinks_do_not_widen_batch_norms_rule(variant, activation, dtype):
             assert not verification.check(lambda _, wrong=wrong: wrong, mode).passed, i
 
 
+def test_chains_of_batch_norm_and_excitation():
+    """EfficientNet-B4 has 32. Eager runs under autocast beside float32 parameters; the parts are
+    ours, and right too."""
+    blocks = select("batch_norm_excite", "cuda", "quick", "b4-*")
+    assert sum(case.count for case in blocks) == 32
+    assert {case.group for case in blocks} == {"efficientnet-b4"}
+    family = FAMILIES["batch_norm_excite"]
+    assert "parts" in family.baselines
+    for dtype, variant in (
+        ("float32", {}),
+        ("float16", {}),
+        ("bfloat16", {"variant": "inference"}),
+    ):
+        for tiny in family.checked[-2:]:
+            case = dataclasses.replace(tiny, dtype_name=dtype, extra=tiny.extra | variant)
+            workload = family.build(case, "cpu", 1)
+            assert {t.dtype for t in workload.weights} == {torch.float32}
+            verification = Verification(family, case, workload)
+            for mode in family.modes(case):
+                for name in ("eager", "fusewise", "parts"):
+                    right = caller(workload.functions[name], workload, mode)(0)
+                    assert verification.check(lambda _, right=right: right, mode, name).passed
+                    assert right[0].dtype == case.dtype
+
+
 def test_batch_norms_variants_are_measured():
     cases = {case.name: case for case in select("batch_norm_act", "cuda", "full")}
     assert cases["stem-64x112-max-pool"].extra["variant"] == "max-pool"

@@ -68,7 +68,7 @@ def counted_case(name, dtype="float32", **changes):
 
 
 def test_every_family_is_counted():
-    assert COUNTED.keys() | {"batch_norm_act"} == FAMILIES.keys()
+    assert COUNTED.keys() | {"batch_norm_act", "batch_norm_excite"} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -116,6 +116,28 @@ def test_floors_of_batch_norms_variants():
     assert family.modes(inference) == (FORWARD,)
     assert family.traffic(inference, FORWARD) == Traffic(3 * 240, weights)  # x, residual, y
     assert family.operations(inference, FORWARD) == 120 * 3
+
+
+@pytest.mark.parametrize("dtype, size, wide", [("float32", 4, 4), ("bfloat16", 2, 4)])
+def test_floors_of_batch_norm_and_excitation(dtype, size, wide):
+    """An image has 120 elements. Parameters, in float32 beside half: 4 of 3 elements for the norm,
+    17 for the excitation, whose products are those of 2 samples, 3 channels and 2 units."""
+    functions = {"activation": "silu", "hidden_activation": "silu", "gate": "sigmoid"}
+    extra = {"reduced": 2, **functions}
+    family, weights, image = FAMILIES["batch_norm_excite"], 29 * wide, 120 * size
+    case = Case("batch_norm_excite", "", (2, 3, 4, 5), dtype, extra=extra)
+    assert family.modes(case) == (FORWARD, BOTH)
+    assert family.traffic(case, FORWARD) == Traffic(2 * image, weights)  # x, y
+    expected = Traffic(4 * image + weights, weights, image + weights)  # dy, dx; x again
+    assert family.traffic(case, BOTH) == expected
+    # Statistics, scale and shift, the mean, the scaling. Backward: the gradient of the gates, of
+    # the activated values, the sums of the norm, dx.
+    assert family.operations(case, FORWARD) == 120 * (4 + 2 + 1 + 1) + 2 * 24
+    backward = 120 * (2 + 2 + 3 + 4) + 4 * 24
+    assert family.operations(case, BOTH) == family.operations(case, FORWARD) + backward
+    inference = dataclasses.replace(case, extra=extra | {"variant": "inference"})
+    assert family.modes(inference) == (FORWARD,)
+    assert family.operations(inference, FORWARD) == 120 * (2 + 1 + 1) + 2 * 24
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,12 @@ def fails(capsys, tmp_path, monkeypatch):
         (["bench", "--layout", "nhwc"], "there are: contiguous, channels_last"),
         (
             ["bench", "mlp", "--layout", "channels_last"],
-            "there are: squeeze_excite, batch_norm_act, autoencoder",
+            "there are: squeeze_excite, batch_norm_act, batch_norm_excite, autoencoder",
         ),
         (
             ["bench", "--filter", "nonsense"],
-            "no case of squeeze_excite, batch_norm_act, linear_act, mlp, autoencoder that matches",
+            "no case of squeeze_excite, batch_norm_act, batch_norm_excite, linear_act, mlp, "
+            "autoencoder that matches",
         ),
         (["bench", "--filter", "nonsense"], "; --full has more cases"),
         (

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import autoencoder_reference
+import batch_norm_excite_reference
 import fusewise
 import linear_reference
 import reference
@@ -34,8 +35,9 @@ def test_every_instruction_set_can_be_forced():
         *fusewise.explain(linear_act, *x.arguments),
         *fusewise.explain(squeeze_excite, *images.arguments),
         *fusewise.explain(autoencoder, *rows.inputs),
+        *batch_norm_excite_reference.make_case((2, 4, 3, 3), 2).explained(),
     ]
-    assert len(records) == 6
+    assert len(records) == 8
     for record in records:
         assert record.able == expected, record
         assert record.chosen == expected[0], record

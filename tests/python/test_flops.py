@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusewise
 from fusewise.bench.families.autoencoder import eager as eager_autoencoder
-from fusewise.functional import li_conv, linear_act, mlp, squeeze_excite
+from fusewise.functional import batch_norm_excite, li_conv, linear_act, mlp, squeeze_excite
 from fusewise.models._autoencoder import autoencoder
 from linear_reference import eager, eager_mlp
 from reference import eager as eager_squeeze_excite
@@ -77,6 +77,22 @@ def test_squeeze_excite(convolutions):
     for needed in every_choice(5):
         expected = counts(run(theirs), inputs, needed)
         assert counts(run(squeeze_excite), inputs, needed) == expected
+        assert expected[0] == 2 * 3 * 2 * 24
+
+
+def test_batch_norm_excite():
+    inputs = draw((3, 6, 2, 5), (6,), (6,), (4, 6, 1, 1), (4,), (6, 4, 1, 1), (6,))
+
+    def ours(x, *parameters):
+        return batch_norm_excite(x, None, None, *parameters, training=True)
+
+    def theirs(x, weight, bias, *parameters):
+        a = F.silu(F.batch_norm(x, None, None, weight, bias, training=True))
+        return eager_convolutions(a, *parameters)
+
+    for needed in every_choice(7):
+        expected = counts(theirs, inputs, needed)
+        assert counts(ours, inputs, needed) == expected, needed
         assert expected[0] == 2 * 3 * 2 * 24
 
 

@@ -8,9 +8,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import autoencoder_reference
+import batch_norm_excite_reference
 import linear_reference
 import reference
-from fusewise.functional import li_conv, linear_act, mlp, squeeze_excite
+from fusewise.functional import batch_norm_excite, li_conv, linear_act, mlp, squeeze_excite
 from fusewise.models._autoencoder import autoencoder
 
 
@@ -20,6 +21,13 @@ def excitation(**changes):
         zip(("x", "w1", "b1", "w2", "b2", "activation", "gate"), case.arguments, strict=True)
     )
     return squeeze_excite, named, changes
+
+
+def chain(**changes):
+    case = batch_norm_excite_reference.make_case((2, 6, 4, 5), 3)
+    tensors = {name: getattr(case, name) for name in case.names}
+    statistics = {name: getattr(case, name) for name in ("running_mean", "running_var")}
+    return batch_norm_excite, {**tensors, **statistics, **case.options}, changes
 
 
 def model(**changes):
@@ -108,6 +116,26 @@ MISTAKES = {
         activation="gelu"
     ),
     "gate: expected 'sigmoid' or 'hardsigmoid', got 'tanh'": lambda: excitation(gate="tanh"),
+    "x: expected [N, C, H, W], got [2, 6, 4, 5, 1]": lambda: chain(x=zeros(2, 6, 4, 5, 1)),
+    "running_mean: expected [6], got [3]": lambda: chain(running_mean=zeros(3)),
+    "running_var: expected running_mean's dtype float32, got float64": lambda: chain(
+        running_var=zeros(6, dtype=torch.double)
+    ),
+    "bias: expected [6], got [6, 1]": lambda: chain(bias=zeros(6, 1)),
+    "w1: expected [R, 6] or [R, 6, 1, 1], got [6]": lambda: chain(w1=zeros(6)),
+    "w2: expected [6, 3] or [6, 3, 1, 1], got [6, 4]": lambda: chain(w2=zeros(6, 4)),
+    "b2: expected running_mean's dtype float32, got float16": lambda: chain(
+        b2=zeros(6, dtype=torch.half)
+    ),
+    "num_batches_tracked: expected dtype int64, got float32": lambda: chain(
+        num_batches_tracked=zeros()
+    ),
+    "activation: expected 'identity', 'relu', 'relu6', 'silu' or 'hardswish', got 'gelu'": (
+        lambda: chain(activation="gelu")
+    ),
+    "hidden_activation: expected 'silu', 'relu' or 'hardswish', got 'gelu'": lambda: chain(
+        hidden_activation="gelu"
+    ),
     "x: expected [..., K], got []": lambda: layer(x=zeros()),
     "x: expected a floating dtype, got int32": lambda: layer(x=zeros(3, 6, dtype=torch.int32)),
     "x: expected a floating dtype, got uint8": lambda: layer(x=zeros(3, 6, dtype=torch.uint8)),
@@ -227,7 +255,7 @@ def test_cpp_has_the_same_messages():
     assert set(expected) <= set(MISTAKES)
 
 
-@pytest.mark.parametrize("make", [excitation, layer, stack, model])
+@pytest.mark.parametrize("make", [excitation, chain, layer, stack, model])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_right_arguments_pass_everywhere(make, rows):
     function, named, _ = make()

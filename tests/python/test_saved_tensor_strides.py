@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusewise.functional import linear_act, mlp, squeeze_excite
+from fusewise.functional import batch_norm_excite, linear_act, mlp, squeeze_excite
 from fusewise.models._autoencoder import autoencoder
 
 
@@ -35,6 +35,10 @@ CALLS = {
     "squeeze_excite": lambda new: (
         lambda *t: squeeze_excite(*t, activation="silu"),
         [new(3, 6, 5, 4), new(2, 6), new(2), new(6, 2), new(6)],
+    ),
+    "batch_norm_excite": lambda new: (
+        lambda x, *t: batch_norm_excite(x, None, None, *t, training=True),
+        [new(3, 6, 5, 4), new(6), new(6), new(2, 6), new(2), new(6, 2), new(6)],
     ),
     "linear_act relu": lambda new: (
         lambda *t: linear_act(*t, "relu"),

@@ -16,7 +16,12 @@ from ._library import (
 )
 from ._operator import Operator, has_adjacent_channels, wide_dtype
 from .autoencoder import AUTOENCODER, AUTOENCODER_WEIGHTS
-from .batch_norm import BATCH_NORM_ACT, BATCH_NORM_ACT_POOL, batch_norm_statistics
+from .batch_norm import (
+    BATCH_NORM_ACT,
+    BATCH_NORM_ACT_POOL,
+    BATCH_NORM_EXCITE,
+    batch_norm_statistics,
+)
 from .li_block import li_block, li_block_backward
 from .li_conv import check_li_conv, li_conv, li_conv_backward, li_conv_explain
 from .linear_act import ACTIVATIONS, LINEAR_ACT, in_layer, mlp, mlp_backward, wrong_words
@@ -28,6 +33,7 @@ __all__ = [
     "AUTOENCODER_WEIGHTS",
     "BATCH_NORM_ACT",
     "BATCH_NORM_ACT_POOL",
+    "BATCH_NORM_EXCITE",
     "CUDA_MISSING",
     "LINEAR_ACT",
     "OPERATOR_NAMES",

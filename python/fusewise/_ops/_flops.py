@@ -47,6 +47,18 @@ def _squeeze_excite_backward(gradient, x, w1, w2, saved, activation, gate, neede
     return 2 * x[0] * prod(w1) * (dw2 + (dx | dw1 | db1) + dw1 + dx)
 
 
+def _batch_norm_excite(x, running_mean, running_var, weight, bias, w1, *_, **__):
+    return _squeeze_excite(x, w1)
+
+
+def _batch_norm_excite_backward(gradient, x, weight, bias, w1, w2, *others, **_):
+    _, _, _, _, _, needed, *_ = others
+    norm = needed & 1 | needed >> 3 & 3  # x, weight or bias, which the excitation depends on
+    excitation = needed >> 5 & 0b1111  # w1, b1, w2, b2
+    needed = bool(norm) | excitation << 1
+    return _squeeze_excite_backward(gradient, x, w1, w2, None, "", "", needed)
+
+
 def _autoencoder_products(x, weights):
     """FLOPs of the encoder, of the basis projection and of the middle layer; decoder as encoder."""
     rows, mels, (latent, codes) = x[0], weights[0][0], weights[4]
@@ -164,6 +176,8 @@ _FORMULAS = (
     _mlp_backward,
     _squeeze_excite,
     _squeeze_excite_backward,
+    _batch_norm_excite,
+    _batch_norm_excite_backward,
     _autoencoder,
     _autoencoder_backward,
     _li_conv,

@@ -7,6 +7,7 @@ from ._operator import Operator, wide_dtype
 
 BATCH_NORM_ACT = Operator("batch_norm_act")
 BATCH_NORM_ACT_POOL = Operator("batch_norm_act_pool")
+BATCH_NORM_EXCITE = Operator("batch_norm_excite", kept=("b1", "b2"))
 
 
 def batch_norm_statistics(x: Tensor, blanked: Tensor | None) -> Tensor:

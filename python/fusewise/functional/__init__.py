@@ -11,6 +11,7 @@ argument that is no tensor raises a TypeError.
 
 from ._transforms import refuse_script
 from .batch_norm import batch_norm_act
+from .batch_norm_excite import batch_norm_excite
 from .li_conv import li_conv
 from .linear_act import linear_act
 from .mlp import mlp
@@ -18,6 +19,7 @@ from .squeeze_excite import squeeze_excite
 
 __all__ = [
     "batch_norm_act",
+    "batch_norm_excite",
     "li_conv",
     "linear_act",
     "mlp",

@@ -56,11 +56,15 @@ def squeeze_excite(
 
 def _plain(x, w1, b1, w2, b2, activation, gate):
     """What a module built from torch's own operators computes: same roundings, same autocast."""
-    if not is_symbolic(x):
-        if not is_jit_tracing():
-            _ops.SQUEEZE_EXCITE.check((x, w1, b1, w2, b2), (activation, gate))
-        if autocast_dtype(x) is None:
-            w1, b1, w2, b2 = (None if t is None else t.to(x.dtype) for t in (w1, b1, w2, b2))
+    if not is_symbolic(x) and not is_jit_tracing():
+        _ops.SQUEEZE_EXCITE.check((x, w1, b1, w2, b2), (activation, gate))
+    return plainly_excited(x, w1, b1, w2, b2, activation, gate)
+
+
+def plainly_excited(x, w1, b1, w2, b2, activation, gate):
+    """The same without checks."""
+    if not is_symbolic(x) and autocast_dtype(x) is None:
+        w1, b1, w2, b2 = (None if t is None else t.to(x.dtype) for t in (w1, b1, w2, b2))
     # The operator's names for activations and gates are also the names of torch's functions.
     hidden = getattr(F, activation)(F.linear(x.mean((2, 3)), w1.flatten(1), b1))
     gates = getattr(F, gate)(F.linear(hidden, w2.flatten(1), b2))
@@ -70,6 +74,11 @@ def _plain(x, w1, b1, w2, b2, activation, gate):
 def _formula(x, w1, b1, w2, b2, activation, gate):
     """The operator's formula in torch's own operators."""
     _ops.SQUEEZE_EXCITE.check((x, w1, b1, w2, b2), (activation, gate))
+    return excited(x, w1, b1, w2, b2, activation, gate).to(x.dtype)
+
+
+def excited(x, w1, b1, w2, b2, activation, gate):
+    """The formula without checks and before it is rounded to x's dtype."""
     dtype = _ops.wide_dtype(x)
     w1, b1, w2, b2 = (None if t is None else t.to(dtype) for t in (w1, b1, w2, b2))
     with without_autocast(x):
@@ -82,7 +91,7 @@ def _formula(x, w1, b1, w2, b2, activation, gate):
         gates = F.linear(hidden, w2.flatten(1), b2)
         # torch's hardsigmoid has no second derivative. relu6 has one, and gives the same function.
         gates = gates.sigmoid() if gate == "sigmoid" else F.relu6(gates + 3) / 6
-        return (x * gates[:, :, None, None]).to(x.dtype)
+        return x * gates[:, :, None, None]
 
 
 _call = Function(_ops.SQUEEZE_EXCITE, _formula, _plain)

@@ -16,6 +16,13 @@ namespace {
 
 using batched::Arguments;
 
+/// Whether all tiles of the largest launch, with the most slices, are few enough.
+bool products_fit(const TensorView& x, std::int64_t r) {
+  const std::int64_t n = divide_up(x.sizes[0], 32), c = divide_up(x.sizes[1], 32);
+  const std::int64_t hidden = divide_up(r, 32), most = std::int64_t{1} << 27;
+  return hidden < most && n * hidden < most && n * c + 2 * hidden * c < most;
+}
+
 std::string declines(std::initializer_list<const TensorView*> images, std::int64_t r,
                      std::initializer_list<const TensorView*> vectors) {
   const TensorView& x = **images.begin();
@@ -28,12 +35,7 @@ std::string declines(std::initializer_list<const TensorView*> images, std::int64
       return "a saved tensor does not start on a 16-byte boundary";
     }
   }
-  // All tiles of the largest launch, with the most slices.
-  const std::int64_t n = divide_up(x.sizes[0], 32), c = divide_up(x.sizes[1], 32);
-  const std::int64_t hidden = divide_up(r, 32), most = std::int64_t{1} << 27;
-  if (hidden >= most || n * hidden >= most || n * c + 2 * hidden * c >= most) {
-    return "its GEMMs have too many tiles for one launch";
-  }
+  if (!products_fit(x, r)) return "its GEMMs have too many tiles for one launch";
   return {};
 }
 
@@ -64,6 +66,15 @@ std::string yields(const Context& context, const Call& call) {
     }
   }
   return {};
+}
+
+/// The arguments of both directions without those of the images.
+template <typename Call>
+Arguments products_of(const Call& call) {
+  auto a = shared_arguments<Arguments>(call);
+  a.n = static_cast<int>(call.x.sizes[0]);
+  a.stride = static_cast<int>(padded(a.r));
+  return a;
 }
 
 }  // namespace
@@ -104,7 +115,7 @@ void batched_run(const Context& context, const SqueezeExciteForward& call) {
 }
 
 void batched_run(const Context& context, const SqueezeExciteBackward& call) {
-  auto a = shared_arguments<Arguments>(call);
+  auto a = products_of(call);
   a.kept = call.dy.data;
   a.extra = call.x.data;
   a.out = call.dx.data;
@@ -112,8 +123,6 @@ void batched_run(const Context& context, const SqueezeExciteBackward& call) {
   a.db1 = call.db1.data;
   a.dw2 = call.dw2.data;
   a.db2 = call.db2.data;
-  a.n = static_cast<int>(call.x.sizes[0]);
-  a.stride = static_cast<int>(padded(a.r));
   const std::int64_t channels = std::int64_t{a.n} * a.c, units = std::int64_t{a.n} * a.stride;
   const Scratch<float> scratch(context, 2 * channels + 2 * units);
   a.dz2 = scratch.data();
@@ -124,6 +133,43 @@ void batched_run(const Context& context, const SqueezeExciteBackward& call) {
   batched::excite(context, call.w1.dtype, a, true);
   batched::compute_gradients(context, call.w1.dtype, a);
   batched::scale_images(context, call.x.dtype, a, true);
+}
+
+bool batched_products_take(const TensorView& x, const TensorView& w1) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 24;
+  const std::int64_t n = x.sizes[0], c = x.sizes[1], r = w1.sizes[0];
+  return x.dtype != DType::f64 && n > 0 && n < kMost && c < kMost && r < kMost &&
+         x.sizes[2] * x.sizes[3] < (std::int64_t{1} << 30) && products_fit(x, r);
+}
+
+void batched_products(const Context& context, const SqueezeExciteForward& call, float* pooled,
+                      float* gates) {
+  auto a = products_of(call);
+  a.b1 = call.b1.data;
+  a.b2 = call.b2.data;
+  a.pooled = pooled;
+  a.gates = gates;
+  const Scratch<float> activated(context, std::int64_t{a.n} * a.stride);
+  a.activated = activated.data();
+  batched::excite(context, call.w1.dtype, a, false);
+  batched::open_gates(context, call.w1.dtype, a);
+}
+
+void batched_products(const Context& context, const SqueezeExciteBackward& call, float* dz2,
+                      float* offsets) {
+  auto a = products_of(call);
+  a.dw1 = call.dw1.data;
+  a.db1 = call.db1.data;
+  a.dw2 = call.dw2.data;
+  a.db2 = call.db2.data;
+  a.dz2 = dz2;
+  a.offsets = offsets;
+  const std::int64_t units = std::int64_t{a.n} * a.stride;
+  const Scratch<float> scratch(context, 2 * units);
+  a.dz1 = scratch.data();
+  a.activated = a.dz1 + units;
+  batched::excite(context, call.w1.dtype, a, true);
+  batched::compute_gradients(context, call.w1.dtype, a);
 }
 
 }  // namespace fusewise::cuda

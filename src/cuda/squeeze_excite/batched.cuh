@@ -16,4 +16,14 @@ std::string batched_yields(const Context& context, const SqueezeExciteBackward& 
 void batched_run(const Context& context, const SqueezeExciteForward& call);
 void batched_run(const Context& context, const SqueezeExciteBackward& call);
 
+/// Whether the GEMMs alone take a call with these images and weights, of any layout.
+bool batched_products_take(const TensorView& x, const TensorView& w1);
+/// The GEMMs of forward: from pooled [N, C] to gates [N, C].
+void batched_products(const Context& context, const SqueezeExciteForward& call, float* pooled,
+                      float* gates);
+/// The GEMMs of backward: from dz2 [N, C] to the gradients of the weights and the offsets (dz1 W1)
+/// / HW [N, C].
+void batched_products(const Context& context, const SqueezeExciteBackward& call, float* dz2,
+                      float* offsets);
+
 }  // namespace fusewise::cuda

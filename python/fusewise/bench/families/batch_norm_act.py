@@ -2,6 +2,7 @@
 and its floor."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ def build(case: Case, device: str, buffers: int) -> Workload:
         raise UsageError(f"{case.name}: residual: expected none with a max-pool, got add")
     generator = torch.Generator(device).manual_seed(0)
     parameters = {"dtype": accumulator(case.dtype), "device": device}
-    running = _running(case, device)
+    running = running_statistics(case, device)
     counter = torch.zeros((), dtype=torch.int64, device=device) if training else None
 
     def image(learned=True, shape=case.shape):
@@ -76,7 +77,7 @@ def build(case: Case, device: str, buffers: int) -> Workload:
     return Workload(inputs, gradients, weights, {"fusewise": fused, "eager": eager})
 
 
-def _running(case: Case, device: str) -> tuple[Tensor, Tensor]:
+def running_statistics(case: Case, device: str) -> tuple[Tensor, Tensor]:
     """The running mean and variance."""
     kind = {"dtype": accumulator(case.dtype), "device": device}
     channels = case.shape[1]
@@ -99,7 +100,7 @@ def _undecided(case, images, weights) -> Tensor | None:
     if case.extra.get("variant") != MAX_POOL:
         return at_kinks
     _, v = _normalized(x, *weights)
-    u = _activate(v, activation)
+    u = activate(v, activation)
     windows = F.pad(u, (1, 1, 1, 1), value=-torch.inf).unfold(2, 3, 2).unfold(3, 3, 2)
     first, second = windows.flatten(-2).topk(2).values.unbind(-1)
     close = first - second <= 2 * torch.finfo(case.dtype).eps * (1 + 2 * first.abs())
@@ -134,12 +135,12 @@ def reference(case: Case, workload: Workload) -> dict[str, Expected]:
     dy, activation = workload.gradients[0], case.extra["activation"]
     added = residual[0] if residual else None
     if case.extra.get("variant") == INFERENCE:
-        running = _running(case, x.device)
+        running = running_statistics(case, x.device)
         return expected(x, *workload.weights, dy, activation, added, running=running)
     if case.extra.get("variant") != MAX_POOL:
         return expected(x, *workload.weights, dy, activation, added)
     _, v = _normalized(x, *workload.weights)
-    u = _activate(v, activation).requires_grad_()
+    u = activate(v, activation).requires_grad_()
     y = F.max_pool2d(u, 3, 2, 1)
     (du,) = torch.autograd.grad(y, u, dy.double())
     found = expected(x, *workload.weights, du, activation)
@@ -165,25 +166,72 @@ def given(case, workload, results, saved) -> Results:
     return Results(results.outputs, found)
 
 
+class Norm(NamedTuple):
+    """BatchNorm in fp64. Upper-case names are sums of |terms|, propagated to first order."""
+
+    inverse: Tensor
+    n: Tensor
+    v: Tensor
+    N: Tensor
+    V: Tensor
+    inside: Tensor
+    """The sums inside of V: what the mean's terms add to it, by channel."""
+
+    @staticmethod
+    def of(x, weight, bias, residual=None, running=None) -> "Norm":
+        """`running`: mean and variance in inference."""
+        x, weight, bias = (t.detach().double() for t in (x, weight, bias))
+        mean, variance = x.mean(_PIXELS), x.var(_PIXELS, correction=0)
+        M = x.abs().mean(_PIXELS)
+        if running is not None:
+            mean, variance = (t.detach().double() for t in running)
+            M = torch.zeros_like(mean)
+        inverse = (variance + _EPS).rsqrt()
+        n = (x - _wide(mean)) * _wide(inverse)
+        N = (x.abs() + _wide(mean.abs() + M)) * _wide(inverse)
+        v = n * _wide(weight) + _wide(bias)
+        V = N * _wide(weight.abs()) + _wide(bias.abs())
+        if residual is not None:
+            v, V = v + residual.detach(), V + residual.detach().double().abs()
+        return Norm(inverse, n, v, N, V, weight.abs() * inverse * M)
+
+    def gradient(self, activation: str, da: Tensor, DA: Tensor | None = None):
+        """The gradient of v from that of act(v), and its sum of |terms|. DA: that of da, if da is a
+        result itself."""
+        v = self.v.detach().requires_grad_()
+        with torch.enable_grad():
+            a = activate(v, activation)
+            (dv,) = torch.autograd.grad(a, v, da, retain_graph=DA is not None)
+        smooth = activation in ("silu", "hardswish")
+        DV = da.abs() * self.V if smooth else torch.zeros_like(dv)
+        if DA is not None:
+            DV += DA * torch.autograd.grad(a.sum(), v)[0].abs()
+        return dv, DV
+
+
 def expected(
-    x, weight, bias, dy, activation, residual=None, passes=None, running=None
+    x,
+    weight,
+    bias,
+    dy,
+    activation,
+    residual=None,
+    passes=None,
+    running=None,
+    inside=None,
+    summed_in=None,
 ) -> dict[str, Expected]:
     """y and all gradients, by name, with their scales; in fp64. `passes`: where relu and relu6 let
     the gradient through, if that is not where the reference does. `running`: mean and variance in
-    inference."""
+    inference. `inside`: the sums of |terms| behind dy, if it is a result itself. `summed_in`: the
+    type of the parameters' gradients; None: x's."""
     dtype = x.dtype
-    x, weight, bias, dy = (t.detach().double() for t in (x, weight, bias, dy))
-    added = 0 if residual is None else residual.detach().double()
+    norm = Norm.of(x, weight, bias, residual, running)
+    inverse, n, v, N, V, _ = norm
+    weight, dy = (t.detach().double() for t in (weight, dy))
     count = max(1, x.numel() // x.shape[1])
-    mean, variance = x.mean(_PIXELS), x.var(_PIXELS, correction=0)
-    if running is not None:
-        mean, variance = (t.detach().double() for t in running)
-    inverse = (variance + _EPS).rsqrt()
-    n = (x - _wide(mean)) * _wide(inverse)
-    v = (n * _wide(weight) + _wide(bias) + added).requires_grad_()
-    y = _activate(v, activation)
-    (dv,) = torch.autograd.grad(y, v, dy)
-    y, v = y.detach(), v.detach()
+    y = activate(v, activation)
+    dv, DV = norm.gradient(activation, dy, inside)
     if passes is not None:
         dv = torch.where(passes, dy, 0)
     dbias, dweight = dv.sum(_PIXELS), (dv * n).sum(_PIXELS)
@@ -191,17 +239,11 @@ def expected(
     own = running is None
     dx = gain * (dv - own * (_wide(dbias / count) + n * _wide(dweight / count)))
 
-    # Upper-case names are sums of |terms|, propagated to first order.
-    M = x.abs().mean(_PIXELS) if own else torch.zeros_like(mean)
-    N = (x.abs() + _wide(mean.abs() + M)) * _wide(inverse)
-    V = N * _wide(weight.abs()) + _wide(bias.abs()) + (added.abs() if residual is not None else 0)
-    smooth = activation in ("silu", "hardswish")
-    DV = dy.abs() * V if smooth else torch.zeros_like(dv)
     sums, products = dv.abs().sum(_PIXELS), (dv * n).abs().sum(_PIXELS)
     others = _wide(sums / count) + n.abs() * _wide(products / count)
     nested = _wide(DV.mean(_PIXELS)) + N * _wide(products / count)
     terms = {
-        "y": (V, _wide(weight.abs() * inverse * M)),
+        "y": (V, norm.inside),
         "dx": (
             gain.abs() * (dv.abs() + own * others),
             gain.abs() * (DV + own * nested),
@@ -213,8 +255,11 @@ def expected(
     values = {"y": y, "dx": dx, "dresidual": dv, "dweight": dweight, "dbias": dbias}
     if residual is None:
         del values["dresidual"]
+    types = dict.fromkeys(("dweight", "dbias"), summed_in or dtype)
     found = {
-        name: Expected(value, scale(largest(value), *map(largest, terms[name]), dtype))
+        name: Expected(
+            value, scale(largest(value), *map(largest, terms[name]), types.get(name, dtype))
+        )
         for name, value in values.items()
     }
     if activation in ("relu", "relu6"):
@@ -223,7 +268,7 @@ def expected(
     return found
 
 
-def _activate(v: Tensor, activation: str) -> Tensor:
+def activate(v: Tensor, activation: str) -> Tensor:
     if activation == "identity":
         return v.clone()
     if activation == "hardswish":

@@ -59,7 +59,7 @@ def build(case: Case, device: str, buffers: int) -> Workload:
         parameter(channels, reduced, 1, 1, scale=reduced**-0.5),
         parameter(channels),
     )
-    _avoid_kinks(inputs[0][0], *weights, *functions)
+    avoid_kinks(_means(inputs[0][0].detach()), *weights, *functions, case.dtype)
     return Workload(
         inputs,
         gradients,
@@ -74,18 +74,18 @@ def build(case: Case, device: str, buffers: int) -> Workload:
 
 
 @torch.no_grad()
-def _avoid_kinks(x, w1, b1, w2, b2, activation, gate) -> None:
-    """Moves the biases until no sample is near a kink, where rounding decides the slope.
+def avoid_kinks(pooled, w1, b1, w2, b2, activation, gate, dtype) -> None:
+    """Moves the biases until no sample is near a kink, where rounding decides the slope. pooled:
+    the means of the images, whose type is `dtype`, in fp64.
 
     There torch's gradient may be off by a whole term, and the rule would allow as much everywhere.
     """
-    pooled = _pixel_sums(lambda x: x, x) / (x.shape[2] * x.shape[3])
     for bias, place, kinks in ((b1, 1, _KINKS.get(activation)), (b2, 3, _KINKS.get(gate))):
         if kinks:
             doubles = (t.double() for t in (w1, b1, w2, b2))
-            z = _steps(pooled, *doubles, activation, gate)[place]
+            z = steps_of(pooled, *doubles, activation, gate)[place]
             low, high = z.amin(0), z.amax(0)
-            room = 8 * torch.finfo(x.dtype).eps * (1 + torch.maximum(-low, high))
+            room = 8 * torch.finfo(dtype).eps * (1 + torch.maximum(-low, high))
             for kink in kinks:
                 up, down = kink + room - low, kink - room - high
                 shift = torch.where(up < -down, up, down)
@@ -113,10 +113,10 @@ def reference(case: Case, workload: Workload) -> dict[str, Expected]:
 
 def formula(x, w1, b1, w2, b2, activation="silu", gate="sigmoid"):
     """The formula in torch's own operators, independent of fusewise, for checking it."""
-    return x * _planes(_steps(x.mean((2, 3)), w1, b1, w2, b2, activation, gate)[-1])
+    return x * _planes(steps_of(x.mean((2, 3)), w1, b1, w2, b2, activation, gate)[-1])
 
 
-def _steps(pooled, w1, b1, w2, b2, activation, gate):
+def steps_of(pooled, w1, b1, w2, b2, activation, gate):
     """All values from the means of x to the gates, both included."""
     z = F.linear(pooled, w1.flatten(1), b1)
     if activation == "hardswish" and z.dtype == torch.float64:
@@ -145,10 +145,10 @@ def expected(x, w1, b1, w2, b2, dy, activation="silu", gate="sigmoid") -> dict[s
         if t is not None
     }
     pixels = x.shape[2] * x.shape[3]
-    pooled = (_pixel_sums(lambda x: x, x) / pixels).requires_grad_()
+    pooled = _means(x).requires_grad_()
     dgates = _pixel_sums(torch.mul, dy, x)
     with torch.enable_grad():
-        steps = _steps(pooled, *map(weights.get, ("w1", "b1", "w2", "b2")), activation, gate)
+        steps = steps_of(pooled, *map(weights.get, ("w1", "b1", "w2", "b2")), activation, gate)
     inner = torch.autograd.grad(steps[-1], steps[:-1], dgates, retain_graph=True)
     found = torch.autograd.grad(steps[-1], list(weights.values()), dgates, retain_graph=True)
     terms = _terms(x, dy, weights, steps, (*inner, dgates))
@@ -172,9 +172,25 @@ def _terms(x, dy, weights, steps, gradients) -> dict[str, tuple[float, float]]:
     """The largest sum of |terms| behind an element of each output.
 
     A pair per output: for its outermost sum, and for the sums inside that (pooling, both GEMMs, the
-    sum over pixels in backward). Upper-case names are sums of |terms|, propagated to first order.
+    sum over pixels in backward).
     """
     pixels = x.shape[2] * x.shape[3]
+    P = _pixel_sums(torch.abs, x) / pixels
+    DG = _pixel_sums(lambda dy, x: (dy * x).abs(), dy, x)
+    found, (g, G), (dp, DP) = vector_terms(P, DG, weights, steps, gradients)
+    for name, image, pairs in (
+        ("y", x, ((g, torch.zeros_like(g)), (G, torch.zeros_like(G)))),
+        ("dx", dy, ((g, dp / pixels), (G, DP / pixels))),
+    ):
+        found[name] = tuple(_largest_image(image, *pair) for pair in pairs)
+    return found
+
+
+def vector_terms(P, DG, weights, steps, gradients):
+    """What `_terms` gives for the weights' gradients, and the outermost and the inner sums of
+    |terms| behind the gates and behind the gradient of the means. P and DG are the sums behind the
+    means and behind the gradient of the gates. Upper-case names are sums of |terms|, propagated to
+    first order."""
     act_slope, gate_slope = (
         torch.autograd.grad(after.sum(), before, retain_graph=True)[0].abs()
         for before, after in (steps[1:3], steps[3:])
@@ -184,12 +200,11 @@ def _terms(x, dy, weights, steps, gradients) -> dict[str, tuple[float, float]]:
     w1, w2 = (weights[name].detach().abs().flatten(1) for name in ("w1", "w2"))
     b1, b2 = (weights[n].detach().abs() if n in weights else None for n in ("b1", "b2"))
 
-    P = _pixel_sums(torch.abs, x) / pixels
     Z = F.linear(P, w1, b1)
     H = act_slope * Z
     Z2 = F.linear(H, w2, b2)
     G = gate_slope * Z2
-    DZ2 = gate_slope * (_pixel_sums(lambda dy, x: (dy * x).abs(), dy, x) + dg * Z2)
+    DZ2 = gate_slope * (DG + dg * Z2)
     DZ = act_slope * (DZ2 @ w2) + dh * Z
 
     # NaN and infinite samples do not count: a closed unit keeps them out of finite results.
@@ -201,12 +216,7 @@ def _terms(x, dy, weights, steps, gradients) -> dict[str, tuple[float, float]]:
         "db2": (dz2.sum(0), DZ2.sum(0)),
     }
     found = {name: tuple(map(largest, pair)) for name, pair in terms.items()}
-    for name, image, pairs in (
-        ("y", x, ((g, torch.zeros_like(g)), (G, torch.zeros_like(G)))),
-        ("dx", dy, ((g, dz @ w1 / pixels), (G, DZ @ w1 / pixels))),
-    ):
-        found[name] = tuple(_largest_image(image, *pair) for pair in pairs)
-    return found
+    return found, (g, G), (dz @ w1, DZ @ w1)
 
 
 def _largest_image(image: Tensor, factor: Tensor, summand: Tensor) -> float:
@@ -217,6 +227,10 @@ def _largest_image(image: Tensor, factor: Tensor, summand: Tensor) -> float:
 
 def _finite(t: Tensor) -> Tensor:
     return t.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _means(x: Tensor) -> Tensor:
+    return _pixel_sums(lambda x: x, x) / (x.shape[2] * x.shape[3])
 
 
 def _pixel_sums(product, *images: Tensor) -> Tensor:
