@@ -1,9 +1,12 @@
 """Small models with everything that `fusewise.optimize` finds, and times that tests decide."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import fusewise
 from fusewise.bench import environment
 from fusewise.rewrite import measure
 from fusewise.rewrite.measure import Times
@@ -13,7 +16,7 @@ class Sizes(dict):
     """µs by contender."""
 
     def __init__(self, **changed):
-        super().__init__(before=100, after=50, original=1000, swapped=700)
+        super().__init__(before=100, after=50, parts=70, original=1000, swapped=700)
         self.update(changed)
 
 
@@ -102,6 +105,44 @@ def step(model, x, training):
     for name, parameter in model.named_parameters():
         found[f"d{name}"], parameter.grad = parameter.grad, None
     return found | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def assert_swapped(model, x, expected, training, tolerance=1e-7, **options):
+    """`expected` is swapped, by pattern, and computes the same under the same names."""
+    before, parameters = copy.deepcopy(model), list(model.parameters())
+    new, report = fusewise.optimize(model, x, training=training, **options)
+    found = {}
+    for row in report.rows:
+        assert row.result in ("swapped", "covered", "unsupported"), row
+        if row.result == "swapped":
+            found[row.pattern] = found.get(row.pattern, 0) + 1
+    assert found == expected
+    assert names_and_types(model) == names_and_types(before)
+    assert report.restore() is model
+
+    mine, theirs = new.state_dict(), before.state_dict()
+    assert list(mine) == list(theirs)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert all(a is b for a, b in zip(new.parameters(), parameters, strict=True))
+    pairs = zip(new.buffers(), model.buffers(), strict=True)
+    assert all(a is b for a, b in pairs)
+    assert [m.training for m in new.modules()] == [model.training] * len(list(new.modules()))
+    new.load_state_dict(theirs), before.load_state_dict(mine)
+
+    ours = copy.deepcopy(new).double()
+    before = before.double()
+    for mode in (True, False, True):
+        left, right = (step(each, x.double(), mode) for each in (ours, before))
+        assert left.keys() == right.keys()
+        for name in left:
+            torch.testing.assert_close(
+                left[name],
+                right[name],
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
+    return new, report
 
 
 class Interrupts:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 Make = Callable[[nn.Module], tuple[nn.Module, nn.Module]]
@@ -48,6 +49,8 @@ class Slot:
     place: str
     """The submodule's name; "" is the model itself."""
     make: Make
+    end: str = ""
+    """If the fused module is a chain of two, the name of the submodule that the second replaces."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,13 @@ class Candidate:
     """The class that the module `name` gets, whose forward passes residuals to the slots."""
     touched: tuple[str, ...] = ()
     """Further submodules whose work a slot does, and that stay where they are."""
+    parts: tuple[str, ...] = ()
+    """Keys of the candidates that it is an alternative to: each does a part of its work."""
 
     @property
     def key(self) -> str:
         """Unique in a model."""
-        return self.slots[0].place
+        return f"{self.slots[0].place}: {self.pattern}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Edits:
     """Changes of a tree of modules that can be undone."""
 
     root: Root
-    made: dict[str, tuple[nn.Module, nn.Module]] = field(default_factory=dict)
+    made: dict[Slot, tuple[nn.Module, nn.Module]] = field(default_factory=dict)
     """By slot: the module that computes as the model does, and the fused one."""
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -138,10 +143,15 @@ def apply(root: Root, candidates: Iterable[Candidate], fused: bool = True) -> Ed
     edits = Edits(root)
     try:
         for candidate in candidates:
-            made = {slot.place: slot.make(root.model) for slot in candidate.slots}
+            made = {slot: slot.make(root.model) for slot in candidate.slots}
             edits.made |= made
-            for place, modules in made.items():
-                edits.replace(place, modules[fused])
+            for slot, modules in made.items():
+                module, end = modules[fused], nn.Identity()
+                if slot.end and fused:
+                    module, end = module.layers
+                edits.replace(slot.place, module)
+                if slot.end:
+                    edits.replace(slot.end, end)
             for name in candidate.idle:
                 edits.replace(name, nn.Identity().train(root.model.get_submodule(name).training))
             if candidate.block:
@@ -159,7 +169,7 @@ def take_over(old: nn.Module, new: nn.Module) -> None:
     """
     theirs = dict(new.named_modules())
     for name, module in old.named_modules():
-        if name in theirs:
+        if name in theirs and not isinstance(module, torch.jit.ScriptModule):
             for kind in ("_parameters", "_buffers"):
                 there, mine = getattr(theirs[name], kind), getattr(module, kind)
                 mine.update({key: there[key] for key in mine.keys() & there.keys()})

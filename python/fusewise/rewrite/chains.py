@@ -6,6 +6,7 @@ only tells which layers follow each other; it never runs.
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import BatchNorm2d
 
@@ -32,7 +33,7 @@ def chains(name: str, module: nn.Module) -> Iterator[Candidate | Skipped]:
         try:
             found, missed = _traced(module)
         except Exception as error:  # tracing runs any code, which may raise anything
-            if not any(map(_is_activation, module.children())):
+            if not any(map(is_activation, module.children())):
                 return
             said = str(error).strip().split("\n")[0]
             reason = f"its forward cannot be traced: {type(error).__name__}: {said}"[:200]
@@ -73,7 +74,7 @@ def activation_of(module: nn.Module, kind: type[nn.Module] = BatchNorm2d) -> str
         raise Refused(str(error)) from error
 
 
-class _Calls(fx.Tracer):
+class Calls(fx.Tracer):
     """Records the calls of submodules, without looking inside."""
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
@@ -85,15 +86,28 @@ def _traced(module: nn.Module) -> tuple[list[list[str]], dict[str, str]]:
 
     Also the layers with an activation behind them that is no chain, and why.
     """
-    mode = module.training
-    try:
-        found = []
-        for module.training in (True, False):
-            found.append(_in_graph(module, _Calls().trace(module)))
-    finally:
-        module.training = mode
+    found = [_in_graph(module, graph) for graph in traced(module, Calls)]
     (training, missed), (inference, _) = found
     return [parts for parts in training if parts in inference], missed
+
+
+def traced(module: nn.Module, tracer: type[fx.Tracer]) -> list[fx.Graph]:
+    """What the module's forward calls in training, and in inference."""
+    modes = [
+        (inner, inner.training)
+        for inner in module.modules()
+        if not isinstance(inner, torch.jit.ScriptModule)  # a frozen one has no mode
+    ]
+    found = []
+    try:
+        for training in (True, False):
+            for inner, _ in modes:
+                inner.training = training
+            found.append(tracer().trace(module))
+    finally:
+        for inner, mode in modes:
+            inner.training = mode
+    return found
 
 
 def _in_graph(module: nn.Module, graph: fx.Graph) -> tuple[list[list[str]], dict[str, str]]:
@@ -111,7 +125,7 @@ def _in_graph(module: nn.Module, graph: fx.Graph) -> tuple[list[list[str]], dict
             layer = module.get_submodule(node.target)
             if type(layer) is nn.Identity:
                 continue
-            if targets.count(node.target) > 1 and len(parts) == 1 and _is_activation(layer):
+            if targets.count(node.target) > 1 and len(parts) == 1 and is_activation(layer):
                 missed[parts[0]] = (
                     f"{node.target} is called in several places; use a module for each of them"
                 )
@@ -157,12 +171,12 @@ def _adjacent(module: nn.Sequential) -> list[list[str]]:
 
 def _continues(module: nn.Module, parts: list[str], layer: nn.Module) -> bool:
     if len(parts) == 1:
-        return _is_activation(layer)
+        return is_activation(layer)
     norm = type(module.get_submodule(parts[0])) is BatchNorm2d
     return len(parts) == 2 and norm and _is_the_stems_pool(layer)
 
 
-def _is_activation(layer: nn.Module) -> bool:
+def is_activation(layer: nn.Module) -> bool:
     kind = full_name(type(layer))
     inside = kind.startswith(("torch.nn.modules.activation.", "timm.layers.activations"))
     return inside and not any(True for _ in layer.parameters())

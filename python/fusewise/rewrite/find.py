@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
 
@@ -13,6 +14,7 @@ from ..nn._checks import full_name
 from ..nn._others import TIMMS_NORM
 from .candidate import Candidate, Refused, Skipped, Slot
 from .chains import chains
+from .norm_excite import norm_excitations
 from .registry import Choice, conversion
 from .residual import residual_blocks
 from .trees import hooks_of, is_opaque
@@ -31,19 +33,31 @@ def find(
     was compiled.
     """
     wanted, unwanted = _Names("include", include, copy), _Names("exclude", exclude, copy)
+
+    def is_chosen(name: str) -> bool:
+        return (include is None or name in wanted) and name not in unwanted
+
     shared = _used_twice(copy)
     visible = list(_visible(copy, model))
+    hidden = [
+        name for name, module in model.named_modules(remove_duplicate=False) if is_opaque(module)
+    ]
+
+    def is_hidden(candidate: Candidate) -> bool:
+        """Whether a part of it is scripted or compiled."""
+        claims = _claims(candidate)
+        return any(f"{claim}.".startswith(f"{name}.") for claim in claims for name in hidden)
+
     found: dict[str, Candidate] = {}
     skipped: list[Skipped] = []
     for pattern in (_conversions, _residual, _chains, _norms):
         for name, module in visible:
             for candidate in pattern(name, module, training):
-                if include is not None and candidate.name not in wanted:
-                    continue
-                if candidate.name in unwanted:
+                if not is_chosen(candidate.name):
                     continue
                 if isinstance(candidate, Candidate):
-                    if any(_overlap(candidate, other) for other in found.values()):
+                    overlaps = any(_overlap(candidate, other) for other in found.values())
+                    if overlaps or is_hidden(candidate):
                         continue
                     candidate = _checked(candidate, copy, shared)
                 if isinstance(candidate, Candidate):
@@ -52,8 +66,24 @@ def find(
                     candidate.name != other.name for other in skipped
                 ):
                     skipped.append(candidate)
+    alternatives = []
+    for candidate in chain.from_iterable(norm_excitations(*each) for each in visible):
+        if isinstance(candidate, Candidate):
+            parts = [other for other in found.values() if _overlap(candidate, other)]
+            inside = all(_inside(each, candidate) for part in parts for each in _claims(part))
+            if not inside or not all(map(is_chosen, _claims(candidate))) or is_hidden(candidate):
+                continue
+            keys = tuple(part.key for part in parts)
+            candidate = _checked(replace(candidate, parts=keys), copy, shared)
+        if isinstance(candidate, Candidate):
+            alternatives.append(candidate)
+        elif is_chosen(candidate.name) and all(
+            (candidate.name, candidate.reason) != (other.name, other.reason) for other in skipped
+        ):
+            skipped.append(candidate)
     order = {name: place for place, (name, _) in enumerate(visible)}
-    return sorted(found.values(), key=lambda each: order[each.name]), skipped
+    both = (*found.values(), *alternatives)
+    return sorted(both, key=lambda each: order[each.name]), skipped
 
 
 def _conversions(name: str, module: nn.Module, _: bool) -> Iterator[Candidate]:
@@ -112,7 +142,8 @@ def _checked(candidate: Candidate, model: nn.Module, shared: dict[str, str]):
     try:
         for slot in candidate.slots:
             slot.make(model)
-        for name in chain((slot.place for slot in candidate.slots), candidate.idle):
+        ends = (slot.end for slot in candidate.slots if slot.end)
+        for name in chain((slot.place for slot in candidate.slots), candidate.idle, ends):
             module = model.get_submodule(name)
             if any(True for inner in module.modules() for _ in hooks_of(inner)):
                 raise Refused(f"{name} has hooks, which would be lost; remove them first")
@@ -168,8 +199,10 @@ def _inside(name: str, candidate: Candidate) -> bool:
 
 
 def _claims(candidate: Candidate) -> list[str]:
+    """The submodules whose work a candidate does."""
     places = [slot.place for slot in candidate.slots]
-    return [*places, *candidate.idle, *candidate.touched]
+    ends = [slot.end for slot in candidate.slots if slot.end]
+    return [*places, *candidate.idle, *candidate.touched, *ends]
 
 
 class _Names:

@@ -81,22 +81,16 @@ def deciding_clocks(device: str, graph: bool) -> tuple[str, ...]:
     return (GPU,) if graph else (GPU, WALL)
 
 
-def sample_slot(
-    before: nn.Module, after: nn.Module, inputs: tuple, setting: Setting
-) -> tuple[Times, Times]:
-    """Times of two modules on inputs of the model, forward or forward and backward."""
+def sample_slot(modules: dict[str, nn.Module], inputs: tuple, setting: Setting) -> dict[str, Times]:
+    """Times of modules on inputs of the model, forward or forward and backward."""
     rotating = [inputs]
     nbytes = sum(t.nbytes for t in inputs if isinstance(t, Tensor)) or 1
     wanted = -(-3 * cache_bytes(setting.device) // nbytes)
     for _ in range(min(wanted, _MOST_BUFFERS, max(1, _MOST_BYTES // nbytes)) - 1):
         rotating.append(tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs))
-    calls = {
-        name: _slot_call(module, rotating, setting)
-        for name, module in (("before", before), ("after", after))
-    }
-    with setting.off().autocast():  # once; around each call it would count in both times
-        found = sample(calls, len(rotating), setting.device, _SLOT_EFFORT[setting.device])
-    return found["before"], found["after"]
+    calls = {name: _slot_call(module, rotating, setting) for name, module in modules.items()}
+    with setting.off().autocast():  # once; around each call it would count in all times
+        return sample(calls, len(rotating), setting.device, _SLOT_EFFORT[setting.device])
 
 
 def _slot_call(module: nn.Module, rotating: list[tuple], setting: Setting) -> Call:

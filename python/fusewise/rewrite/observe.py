@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bench.accuracy import Check
-from .candidate import Candidate, Edits
+from .candidate import Candidate, Edits, Slot
 from .setting import Setting
 
 
@@ -33,7 +33,7 @@ def observe(
     setting: Setting,
     check: Callable[..., Check] | None,
     progress,
-) -> dict[str, Seen]:
+) -> dict[Slot, Seen]:
     """By slot: what the model calls it with. Verifies each fused module on that, in place.
 
     `check` compares two modules on inputs in a setting; None: nothing is verified.
@@ -41,21 +41,19 @@ def observe(
     The tree has modules that compute as the model does in its slots, so the fused ones get the
     model's own values, and the check needs the memory of one slot at a time.
     """
-    seen: dict[str, Seen] = {}
+    seen: dict[Slot, Seen] = {}
     known: set[object] = set()
     handles = []
     for candidate in candidates:
         for slot in candidate.slots:
-            before, after = edits.made[slot.place]
+            before, after = edits.made[slot]
 
-            def look(
-                module, args, kwargs, place=slot.place, pattern=candidate.pattern, after=after
-            ):
-                if place in seen:
-                    seen[place].calls += 1
+            def look(module, args, kwargs, slot=slot, pattern=candidate.pattern, after=after):
+                if slot in seen:
+                    seen[slot].calls += 1
                     return
-                progress.now(place)
-                seen[place] = _seen(module, after, pattern, args, kwargs, setting, check, known)
+                progress.now(slot.place)
+                seen[slot] = _seen(module, after, pattern, args, kwargs, setting, check, known)
                 progress.advance()
 
             handles.append(before.register_forward_pre_hook(look, with_kwargs=True))

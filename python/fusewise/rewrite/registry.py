@@ -50,6 +50,11 @@ def register(kind: type[nn.Module], convert: Convert | None = None) -> Convert:
     return convert
 
 
+def has_own_pattern(module: nn.Module) -> bool:
+    """Whether the user registered a pattern for its class."""
+    return type(module) in _OWN
+
+
 def conversion(module: nn.Module) -> tuple[str, Convert] | None:
     """The name of the pattern that matches a single module, and its conversion."""
     if convert := _OWN.get(type(module)):

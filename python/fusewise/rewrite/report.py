@@ -28,9 +28,10 @@ class Row:
     """The module's name in the model."""
     pattern: str
     result: str = ""
-    """"swapped", "not faster", "taken back", "WRONG", "not reached" or "unsupported"."""
+    """"swapped", "covered" (by a larger candidate that is faster), "not faster", "taken back",
+    "WRONG", "not reached" or "unsupported"."""
     reason: str = ""
-    """What is unsupported or wrong, in a sentence."""
+    """What is unsupported, wrong or as fast, in a sentence."""
     calls: int = 0
     """Calls of fused modules in a step."""
     shapes: list[list[int]] = field(default_factory=list)
@@ -42,6 +43,8 @@ class Row:
     error: float | None = None
     """The largest error of the tensor that comes closest to its bound, and the bound."""
     allowed: float | None = None
+    alternative: bool = False
+    """Whether it does the work of other candidates."""
 
 
 @dataclass
@@ -124,7 +127,10 @@ class Report:
     def lines(self) -> list[str]:
         """The result in a few sentences."""
         swaps = len(self.swapped)
-        found = [f"{swaps} of {len(self.rows)} candidates swapped. {self.conclusion}"]
+        # A larger candidate counts in place of its parts if it was swapped.
+        rows = [row for row in self.rows if not row.alternative or row.result == "swapped"]
+        count = sum(row.result != "covered" for row in rows)
+        found = [f"{swaps} of {count} candidates swapped. {self.conclusion}"]
         for clock, ratio in self.ratio.items():
             low, high = ratio["interval"]
             predicted = self.predicted_us[clock]

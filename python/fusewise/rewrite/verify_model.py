@@ -87,18 +87,16 @@ def _run_model(model: nn.Module, setting: Setting, gradients: bool) -> dict[str,
     seed_all(SEED)
     with same_buffers_afterwards(model), _without_dropout(model):
         outputs = setting.copied().outputs(model, gradients)
-        found = {
-            "outputs": [output.detach() for output in outputs],
-            "buffers": [each.clone() for each in model.buffers() if each.is_floating_point()],
-        }
-        if not gradients:
-            return found
-        drawn = [random_gradient(output).to(output) for output in outputs]
-        gradients = torch.autograd.grad(outputs, learned, drawn, allow_unused=True)
-    found["gradients"] = [
-        torch.zeros_like(parameter) if gradient is None else gradient
-        for parameter, gradient in zip(learned, gradients, strict=True)
-    ]
+        found = {"outputs": [output.detach() for output in outputs]}
+        if gradients:
+            drawn = [random_gradient(output).to(output) for output in outputs]
+            got = torch.autograd.grad(outputs, learned, drawn, allow_unused=True)
+            found["gradients"] = [
+                torch.zeros_like(parameter) if gradient is None else gradient
+                for parameter, gradient in zip(learned, got, strict=True)
+            ]
+        # A checkpoint updates them in backward, too.
+        found["buffers"] = [each.clone() for each in model.buffers() if each.is_floating_point()]
     return found
 
 
@@ -120,7 +118,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
     kept = [
         module
         for module in model.modules()
-        if module.training and (isinstance(module, _DROPOUT) or type(module).__name__ in _DROPS)
+        if (isinstance(module, _DROPOUT) or type(module).__name__ in _DROPS) and module.training
     ]
     try:
         for module in kept:

@@ -14,13 +14,13 @@ from .setting import Setting
 class Whole:
     """The variants of a model, and which one to return. `work` is the `Work` on the model."""
 
-    def __init__(self, work, report: Report, chosen: list, comparisons: list):
-        self._work, self._report = work, report
-        self._chosen, self._comparisons = chosen, comparisons
+    def __init__(self, work, report: Report, chosen: dict):
+        self._work, self._report, self._chosen = work, report, chosen
         self._kept: dict[str, nn.Module] = {}  # so that a variant is compiled once
 
-    def judge(self) -> None:
-        """Fills in the report, with the variant to return."""
+    def judge(self) -> list:
+        """Fills in the report, with the variant to return. Returns the candidates in it: if the
+        model is wrong with a larger candidate, its parts instead."""
         options, progress = self._work.options, self._work.progress
         names = [SWAPPED] if self._chosen else []
         if options.compile:
@@ -29,7 +29,12 @@ class Whole:
         wrong = {}
         for name in names:
             progress.now(f"the whole model: checking {name}")
-            if said := self._fails(name) or (self._wrong(name) if options.verify else ""):
+            said = self._problem(name)
+            if said and name == SWAPPED and any(each.parts for each in self._chosen):
+                self._chosen = self._work.without_alternatives(self._chosen, said)
+                del self._kept[name]
+                said = self._problem(name) if self._chosen else said
+            if said:
                 wrong[name] = said
             progress.advance()
         right = [name for name in (ORIGINAL, *names) if name not in wrong]
@@ -41,6 +46,7 @@ class Whole:
         self._note(times, wrong)
         if options.graph:
             self._try_graph()
+        return list(self._chosen)
 
     def _variant(self, name: str) -> nn.Module:
         """A scratch copy in the mode that was asked for."""
@@ -54,12 +60,24 @@ class Whole:
             model.compile()
         return model
 
+    def _problem(self, name: str) -> str:
+        """Why a variant must not be returned, or ''."""
+        return self._fails(name) or (self._wrong(name) if self._work.options.verify else "")
+
     def _fails(self, name: str) -> str:
-        """Why a variant cannot run: a limitation of torch.compile, an attribute that is missing."""
-        model, setting = self._variant(name), self._work.setting
+        """Why a variant cannot run: a limitation of torch.compile, an attribute that is missing.
+        With swaps also in the other mode, if the original runs in it."""
+        training = self._work.setting.training
+        if said := self._error_of(self._variant(name), training):
+            return said
+        if name != SWAPPED or self._error_of(self._made(ORIGINAL, not training)):
+            return ""
+        return self._error_of(self._made(name, not training))
+
+    def _error_of(self, model: nn.Module, gradients: bool = False) -> str:
         try:
             with verify_model.same_buffers_afterwards(model):
-                setting.outputs(model, setting.training)
+                self._work.setting.outputs(model, gradients)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model or a compiler may raise anything
@@ -104,7 +122,8 @@ class Whole:
 
     def _predicted(self, whole: float, clock: str) -> float:
         """The time of a step if nothing changes but the times of the candidates."""
-        before, after = map(sum, zip(*(each.us(clock) for each in self._comparisons), strict=True))
+        compared = self._chosen.values()
+        before, after = map(sum, zip(*(each.us(clock) for each in compared), strict=True))
         return whole / amdahl(min(1.0, before / whole), before / after)
 
     def _conclusion(self, against, wrong, faster, clock) -> str:
