@@ -21,6 +21,7 @@ constexpr Index kBlockElements = 32 * 1024;  // work unit of one thread inside a
 constexpr Index kBlockRows = 16;             // fewer rows would make partial sums too expensive
 constexpr Index kShortRow = 256;             // channels-last: rows shorter than this are joined
 constexpr Index kJoinedRow = 16;             // to a multiple of the widest vector
+constexpr Index kFewRows = 8;                // for fewer, values per row would cost too much
 constexpr Index kGroupBytes = 4 << 20;       // samples that share one read of the weights
 constexpr Index kGroupSamples = 8;
 constexpr Index kWorthThreads = 16 * 1024;  // fewer multiplications run on one thread
@@ -93,7 +94,9 @@ inline Walk walk_of(std::initializer_list<const TensorView*> images) {
   } else {
     if (dense && walk.channels < kShortRow) {
       walk.joined = kJoinedRow / std::gcd(walk.channels, kJoinedRow);
-      walk.joined *= (kShortRow + walk.row() - 1) / walk.row();
+      const Index wanted = (kShortRow + walk.row() - 1) / walk.row();
+      walk.joined *= std::clamp<Index>(walk.pixels / (kFewRows * walk.joined), 1, wanted);
+      walk.joined = std::min(walk.joined, walk.pixels);
     }
     walk.block = walk.joined * std::max(kBlockRows, kBlockElements / walk.row());
   }
