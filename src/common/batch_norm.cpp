@@ -72,6 +72,7 @@ void check_statistics(const BatchNormActForward& call) {
   check(call.momentum >= 0 || !call.training || !call.running_mean.defined() ||
             call.num_batches_tracked.defined(),
         "num_batches_tracked: expected a tensor where momentum is None, got none");
+  check(call.eps >= 0, "eps: expected a number that is not negative, got ", call.eps);
 }
 
 namespace {

@@ -128,6 +128,7 @@ def test_wrong_arguments_change_nothing(device, message):
             "num_batches_tracked: expected a tensor where momentum is None, got none",
             {"momentum": None, "num_batches_tracked": None},
         ),
+        ("eps: expected a number that is not negative, got -0.5", {"eps": -0.5}),
     ],
 )
 def test_statistics_that_do_not_fit(device, message, changes):

@@ -107,7 +107,9 @@ def refuse_one_value(x: Tensor) -> None:
         )
 
 
-def check_statistics(running_mean, running_var, num_batches_tracked, training, momentum) -> None:
+def check_statistics(
+    running_mean, running_var, num_batches_tracked, training, momentum, eps
+) -> None:
     """Raises the core's errors about running statistics."""
     if (running_mean is None) != (running_var is None):
         raise RuntimeError("running_mean and running_var: expected both or none")
@@ -116,6 +118,8 @@ def check_statistics(running_mean, running_var, num_batches_tracked, training, m
         raise RuntimeError(
             "num_batches_tracked: expected a tensor where momentum is None, got none"
         )
+    if eps < 0:
+        raise RuntimeError(f"eps: expected a number that is not negative, got {eps:g}")
 
 
 class _NormFunction(Function):
@@ -296,7 +300,7 @@ def plainly_normalized(
     x, running_mean, running_var, weight, bias, num_batches_tracked, training, momentum, eps
 ):
     """What `nn.BatchNorm2d` computes."""
-    check_statistics(running_mean, running_var, num_batches_tracked, training, momentum)
+    check_statistics(running_mean, running_var, num_batches_tracked, training, momentum, eps)
     if training and num_batches_tracked is not None:
         num_batches_tracked.add_(1)
         if momentum < 0:
@@ -320,7 +324,7 @@ def activated(
 ):
     """The formula without checks of shapes and types, before it is rounded to x's dtype. Updates
     the statistics."""
-    check_statistics(running_mean, running_var, num_batches_tracked, training, momentum)
+    check_statistics(running_mean, running_var, num_batches_tracked, training, momentum, eps)
     if training and num_batches_tracked is not None:
         each = num_batches_tracked.dim() == 1
         num_batches_tracked.add_((_count(x, blanked)[..., 0] > 1).long() if each else 1)
