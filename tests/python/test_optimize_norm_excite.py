@@ -148,11 +148,11 @@ def decide(inject, monkeypatch):
     "norm, se, parts, chain, expected",
     [
         (50, 50, 100, 90, ["covered", "covered", "swapped"]),
-        (50, 50, 100, 99, ["swapped", "swapped", "not faster"]),
-        (50, 50, 100, 100, ["swapped", "swapped", "not faster"]),
-        (50, 50, 100, 110, ["swapped", "swapped", "not faster"]),
+        (50, 50, 100, 99, ["swapped", "swapped", "parts as fast"]),
+        (50, 50, 100, 100, ["swapped", "swapped", "parts as fast"]),
+        (50, 50, 100, 110, ["swapped", "swapped", "parts as fast"]),
         (50, 110, 150, 140, ["covered", "not faster", "swapped"]),
-        (110, 50, 150, 160, ["not faster", "swapped", "not faster"]),
+        (110, 50, 150, 160, ["not faster", "swapped", "parts as fast"]),
         (110, 110, None, 190, ["not faster", "not faster", "swapped"]),
         (110, 110, None, 199, ["not faster", "not faster", "not faster"]),
         (50, 50, 199, 198.5, ["swapped", "swapped", "not faster"]),
@@ -177,7 +177,9 @@ def test_the_faster_of_chain_and_parts_is_chosen(decide, norm, se, parts, chain,
 
 def test_the_reason_names_the_parts(decide):
     _, rows, _ = decide(50, 50, 100, 110)
-    assert rows[EXCITE].reason.startswith("not faster than its parts, swapped: wall time 0.91 [")
+    assert rows[EXCITE].reason.startswith(
+        "its parts, swapped separately, are as fast: wall time 0.91 ["
+    )
     assert rows[NORM].reason == rows[SE].reason == ""
 
 

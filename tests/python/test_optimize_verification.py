@@ -11,7 +11,7 @@ from torch import nn
 import fusewise
 from fusewise.bench.accuracy import Check
 from fusewise.nn import MLP, BatchNormAct2d, SqueezeExcitation
-from fusewise.rewrite import verify
+from fusewise.rewrite import verify, verify_model
 from fusewise.rewrite.candidate import Chain
 from fusewise.rewrite.kinks import Kinks
 from fusewise.rewrite.registry import _OWN, register
@@ -243,6 +243,19 @@ def test_wrong_in_the_other_mode_only(inject, registered):
     assert {row.name: row.result for row in report.rows}["blocks.0"] == "WRONG"
     _, report = fusewise.optimize(Stem(Block()), draw(IMAGE), training=True, verify=False)
     assert {row.name: row.result for row in report.rows}["blocks.0"] == "swapped"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_running_means_near_0(seed):
+    """They are sums of much larger terms. Nevertheless a wrong value is found."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 64, 3, bias=False), nn.BatchNorm2d(64), nn.SiLU())
+    ours = nn.Sequential(model[0], BatchNormAct2d.from_batch_norm(copy.deepcopy(model[1]), "silu"))
+    given = Setting.make(model, torch.randn(8, 3, 32, 32), True, False)
+    assert verify_model.check_model(model, ours, given, gradients=True).passed
+    ours[1].momentum = 0.101
+    found = verify_model.check_model(model, ours, given, gradients=True)
+    assert not found.passed and found.tensor == "buffers"
 
 
 def test_swaps_are_taken_back_if_the_whole_is_wrong(inject, registered):

@@ -241,9 +241,9 @@ class Work:
             return None
         others = against("parts") if parts else None
         if others and not others.is_faster(self.deciding, self.options.min_gain):
-            row.result = "not faster"
+            row.result = "parts as fast"
             ratios = ((clock, others.ratio(clock)) for clock in others.clocks)
-            row.reason = "not faster than its parts, swapped: " + ", ".join(
+            row.reason = "its parts, swapped separately, are as fast: " + ", ".join(
                 f"{clock} time {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
                 for clock, ratio in ratios
             )

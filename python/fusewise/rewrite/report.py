@@ -28,8 +28,9 @@ class Row:
     """The module's name in the model."""
     pattern: str
     result: str = ""
-    """"swapped", "covered" (by a larger candidate that is faster), "not faster", "taken back",
-    "WRONG", "not reached" or "unsupported"."""
+    """"swapped", "covered" (by a larger candidate that is faster), "not faster", "parts as
+    fast" (if they are swapped separately), "taken back", "WRONG", "not reached" or
+    "unsupported"."""
     reason: str = ""
     """What is unsupported, wrong or as fast, in a sentence."""
     calls: int = 0

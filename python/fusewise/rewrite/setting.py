@@ -72,6 +72,16 @@ class Setting:
         args, kwargs = tree_map(round_again, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 
+    def shifted_inputs(self, share: float) -> "Setting":
+        """Each floating input value is changed by this share of its magnitude."""
+
+        def shift(value):
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            return value + share * value.abs() if floating else value
+
+        args, kwargs = tree_map(shift, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
     def copied(self) -> "Setting":
         """With new inputs, for a model that writes to them."""
         args, kwargs = tree_map(_ordinary, (self.args, self.kwargs))

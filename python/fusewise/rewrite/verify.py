@@ -20,7 +20,7 @@ from .setting import Setting, without_tf32
 from .trees import doubled
 
 SEED = 20260
-_SHIFT = 2.0**-23
+SHIFT = 2.0**-23
 _LARGE = 1 << 24  # elements of a half-precision tensor whose reference is in float32
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -79,7 +79,7 @@ def _shifted(value):
     """Changes a tensor by a small share of |value|, so that a sum changes by that share of the sum
     of |terms|."""
     floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value + _SHIFT * value.abs() if floating else value
+    return value + SHIFT * value.abs() if floating else value
 
 
 def _differently_shaped(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
@@ -169,7 +169,7 @@ def _compared(ours: dict, theirs: dict, right: dict, shifted: dict, setting: Set
     expected = {}
     for name, value in right.items():
         dtype = ours[name].dtype
-        terms = accuracy.largest(shifted[name] - value) / _SHIFT
+        terms = accuracy.largest(shifted[name] - value) / SHIFT
         scale = accuracy.scale(accuracy.largest(value), terms, 0.0, dtype)
         if dtype == value.dtype:  # the reference has rounding errors of its own
             scale *= 4

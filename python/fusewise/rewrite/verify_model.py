@@ -12,7 +12,7 @@ from ..bench import accuracy
 from ..bench.accuracy import Check
 from .setting import Setting, seed_all, without_tf32
 from .trees import doubled
-from .verify import HALVES, SEED, nearness, random_gradient
+from .verify import HALVES, SEED, SHIFT, nearness, random_gradient
 
 _LARGE_INPUTS, _LARGE_MODEL = 1 << 20, 1 << 26  # elements
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -32,14 +32,23 @@ def check_model(theirs: nn.Module, ours: nn.Module, setting: Setting, gradients:
         _run_model(ours, setting, gradients),
     ]
     precision = _reference_dtype(theirs, setting)
+    terms: list[float] = []
     try:
         with without_tf32():
             reference = setting.in_precision(precision)
             right = _run_model(doubled(theirs, precision), reference, gradients)
+            if precision == torch.float64:
+                terms = _terms(right, theirs, reference, gradients)
     except Exception:  # a model may insist on its dtypes, or be too large in this one
         right = found[0]
     checks = [
-        _together(group, right[group], *(run[group] for run in found), setting.computed_in)
+        _together(
+            group,
+            right[group],
+            *(run[group] for run in found),
+            setting.computed_in,
+            terms if group == "buffers" else [],
+        )
         for group in right
     ]
     return next((check for check in checks if not check.passed), max(checks, key=nearness))
@@ -55,6 +64,16 @@ def _reference_dtype(model: nn.Module, setting: Setting) -> torch.dtype:
     return torch.float32 if setting.computed_in in HALVES and large else torch.float64
 
 
+def _terms(
+    right: dict[str, list[Tensor]], model: nn.Module, reference: Setting, gradients: bool
+) -> list[float]:
+    """The largest sum of |terms| behind each buffer. A running mean near 0 is a sum of large terms.
+    A shift of the inputs by a small share of their magnitude shows it."""
+    shifted = _run_model(doubled(model), reference.shifted_inputs(SHIFT), gradients)
+    pairs = zip(shifted["buffers"], right["buffers"], strict=True)
+    return [accuracy.largest(after - before) / SHIFT for after, before in pairs]
+
+
 def _together(
     group: str,
     right: list[Tensor],
@@ -62,21 +81,25 @@ def _together(
     rounded: list[Tensor],
     ours: list[Tensor],
     computed_in: torch.dtype,
+    terms: list[float],
 ) -> Check:
-    """The rule for several tensors as one, each divided by its largest value."""
+    """The rule for several tensors as one, each divided by its largest value. terms: the sums of
+    |terms| behind them, if they are known."""
     if len(ours) != len(theirs):
         said = f"{len(ours)} tensors, not {len(theirs)}"
         return Check(group, float("nan"), float("nan"), said)
     error = allowed = 0.0
-    for reference, eager, again, tensor in zip(right, theirs, rounded, ours, strict=True):
-        scale = accuracy.largest(reference) or 1.0
+    runs = zip(right, theirs, rounded, ours, terms or [0.0] * len(right), strict=True)
+    for reference, eager, again, tensor, inside in runs:
+        value = accuracy.largest(reference) or 1.0
+        scale = max(value, inside)
         rule = {"reference": reference, "scale": scale, "computed_in": computed_in}
         check = accuracy.compare(group, tensor, eager, **rule)
         if math.isnan(check.error):  # another shape, or NaN in other places
             return check
         noise = accuracy.compare(group, again, again, **rule)
-        error = max(error, check.error / scale)
-        allowed = max(allowed, check.allowed / scale, noise.allowed / scale)
+        error = max(error, check.error / value)
+        allowed = max(allowed, check.allowed / value, noise.allowed / value)
     wrong = f"off by {error:.3g} of the largest value where {allowed:.3g} is allowed"
     return Check(group, error, allowed, wrong if error > allowed else "")
 

@@ -132,7 +132,11 @@ class Whole:
         if SWAPPED in wrong:
             said.append(f"The swaps were taken back: the whole model is WRONG, {wrong[SWAPPED]}.")
         elif SWAPPED in against and SWAPPED not in faster and best != BOTH:
-            said.append("The swaps were taken back: the whole model is not faster with them.")
+            ratio = against[SWAPPED].ratio(clock)
+            said.append(
+                "The swaps were taken back: the whole model is not faster with them beyond the "
+                f"noise of the measurement, {ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]."
+            )
         if best == ORIGINAL:
             said.append("The model stays as it is.")
         else:
