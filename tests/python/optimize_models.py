@@ -62,6 +62,13 @@ class Stem(nn.Module):
         return self.fc(self.blocks(x).mean((2, 3)))
 
 
+def gated_block(act=nn.SiLU, hidden=nn.SiLU, norm=nn.BatchNorm2d):
+    """The middle of an MBConv: convolution, norm and activation in a container, then the gate."""
+    ops = pytest.importorskip("torchvision").ops
+    layers = ops.Conv2dNormActivation(8, 8, norm_layer=norm, activation_layer=act, inplace=None)
+    return nn.Sequential(layers, ops.SqueezeExcitation(8, 4, activation=hidden))
+
+
 class Head(nn.Module):
     """A linear layer and an activation that follow each other in a forward."""
 

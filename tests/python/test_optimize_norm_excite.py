@@ -1,14 +1,9 @@
 """`fusewise.optimize`: BatchNorm + Squeeze-and-Excitation, and the choice against its parts."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import fusewise
 from fusewise.bench.accuracy import Check
@@ -24,6 +19,7 @@ from optimize_models import (
     Stem,
     assert_swapped,
     draw,
+    gated_block,
     inject,
     names_and_types,
     shaken,
@@ -37,14 +33,6 @@ pytestmark = pytest.mark.usefixtures("few_threads")
 NORM, SUM, ALONE = "BatchNorm + activation", "BatchNorm + sum", "BatchNorm"
 POOL, SE = "BatchNorm + activation + max-pool", "Squeeze-and-Excitation"
 EXCITE = "BatchNorm + Squeeze-and-Excitation"
-
-
-def block(act=nn.SiLU, hidden=nn.SiLU, norm=nn.BatchNorm2d):
-    """The middle of an MBConv: convolution, norm and activation in a container, then the gate."""
-    layers = torchvision.ops.Conv2dNormActivation(
-        8, 8, norm_layer=norm, activation_layer=act, inplace=None
-    )
-    return nn.Sequential(layers, torchvision.ops.SqueezeExcitation(8, 4, activation=hidden))
 
 
 def found(model, **options):
@@ -136,7 +124,7 @@ def decide(inject, monkeypatch):
             }
 
         monkeypatch.setattr(measure, "sample_slot", sample_slot)
-        model = shaken(Stem(block()))
+        model = shaken(Stem(gated_block()))
         model.bn1 = nn.Identity()
         new, rows = found(model)
         return new, rows, contenders
@@ -185,19 +173,19 @@ def test_the_reason_names_the_parts(decide):
 
 def test_the_prediction_counts_what_is_swapped(inject):
     inject(before=100, after=40, parts=70)
-    _, report = fusewise.optimize(Stem(block()), draw(IMAGE))
+    _, report = fusewise.optimize(Stem(gated_block()), draw(IMAGE))
     assert [row.result for row in report.rows] == ["swapped", "covered", "swapped", "covered"]
     assert report.predicted_us["wall"] == pytest.approx(1000 - 2 * 60, rel=1e-3)
 
 
 def test_swaps_are_taken_back(inject):
     inject(swapped=1100)
-    assert set(results(Stem(block())).values()) == {"taken back"}
+    assert set(results(Stem(gated_block())).values()) == {"taken back"}
 
 
 def test_equal_shapes_are_measured_once(inject):
     seen = inject()
-    fusewise.optimize(Stem(block(), block()), draw(IMAGE))
+    fusewise.optimize(Stem(gated_block(), gated_block()), draw(IMAGE))
     pairs = [["before", "after"]] * 3  # the stem, norm and activation, the excitation
     assert seen == [*pairs, ["before", "after", "parts"], ["original", "swapped"]]
 
@@ -211,7 +199,7 @@ def hooked(model, name):
 
 
 def test_an_excitation_that_is_not_fused(inject):
-    _, rows = found(Stem(block(hidden=nn.Tanh)))
+    _, rows = found(Stem(gated_block(hidden=nn.Tanh)))
     said = "module.activation: expected ReLU, SiLU or Hardswish"
     assert rows[NORM].result == "swapped"
     assert rows[SE].result == "unsupported" and rows[SE].reason.startswith(said)
@@ -222,7 +210,7 @@ def test_an_excitation_that_is_not_fused(inject):
 def test_an_activation_that_is_not_fused(inject):
     """The reason is in the report once."""
     expected = {NORM: "unsupported", ALONE: "swapped", SE: "swapped"}
-    assert results(Stem(block(nn.ELU))) == expected
+    assert results(Stem(gated_block(nn.ELU))) == expected
 
 
 def test_timms_other_excitations(inject):
@@ -236,7 +224,7 @@ def test_timms_other_excitations(inject):
 
 
 def test_parameters_of_two_dtypes(inject):
-    model = Stem(block())
+    model = Stem(gated_block())
     model.blocks[0][1].bfloat16()
     _, rows = found(model, amp=torch.bfloat16)
     said = "expected parameters of one dtype, got torch.bfloat16 and torch.float32"
@@ -255,7 +243,7 @@ def test_parameters_of_two_dtypes(inject):
     ],
 )
 def test_hooks(inject, name, parts):
-    model = Stem(block())
+    model = Stem(gated_block())
     model.blocks[0][0][2] = nn.SiLU()
     _, rows = found(hooked(model, name))
     assert {pattern: row.result for pattern, row in rows.items()} == parts
@@ -263,7 +251,7 @@ def test_hooks(inject, name, parts):
 
 
 def test_shared_parameters(inject):
-    model = Stem(block(), block())
+    model = Stem(gated_block(), gated_block())
     model.blocks[1][1].fc1 = model.blocks[0][1].fc1
     _, rows = found(model)
     assert rows[EXCITE].result == "unsupported" and "is also used as" in rows[EXCITE].reason
@@ -274,19 +262,19 @@ def test_norms_that_are_left_alone(inject):
     class Norm(nn.BatchNorm2d):
         pass
 
-    assert results(Stem(block(norm=Norm))) == {SE: "swapped"}
-    assert results(Stem(block(norm=nn.SyncBatchNorm)).eval()) == {SE: "swapped"}
+    assert results(Stem(gated_block(norm=Norm))) == {SE: "swapped"}
+    assert results(Stem(gated_block(norm=nn.SyncBatchNorm)).eval()) == {SE: "swapped"}
 
 
 @pytest.mark.parametrize("between", [nn.Dropout(0.1), nn.Conv2d(8, 8, 1), nn.AvgPool2d(2)])
 def test_another_layer_in_front_of_the_excitation(inject, between):
-    model = Stem(block())
+    model = Stem(gated_block())
     model.blocks[0].insert(1, between)
     assert results(model.eval()) == {NORM: "swapped", SE: "swapped"}
 
 
 def test_identities_between_them_are_passed(inject):
-    model = Stem(block())
+    model = Stem(gated_block())
     model.blocks[0].insert(1, nn.Identity())
     assert results(model) == {NORM: "covered", SE: "covered", EXCITE: "swapped"}
     _, rows = found(hooked(model, "blocks.0.1"))
@@ -346,7 +334,7 @@ def test_the_reason_of_a_forward_that_cannot_be_traced(inject):
 
 
 def test_include_and_exclude(inject):
-    model = Stem(block())
+    model = Stem(gated_block())
     assert results(model, include="blocks")[EXCITE] == "swapped"
     assert results(model, exclude="blocks.0.1") == {NORM: "swapped"}
     assert results(model, exclude="blocks.0.0.1") == {SE: "swapped"}
@@ -356,7 +344,7 @@ def test_include_and_exclude(inject):
 def test_a_pattern_of_the_user_comes_before_ours(inject):
     register(torchvision.ops.SqueezeExcitation, lambda module: module)
     try:
-        assert results(Stem(block())) == {NORM: "swapped", "SqueezeExcitation": "swapped"}
+        assert results(Stem(gated_block())) == {NORM: "swapped", "SqueezeExcitation": "swapped"}
     finally:
         _OWN.clear()
 
@@ -371,7 +359,7 @@ def test_a_pattern_of_the_user_comes_before_ours(inject):
     ],
 )
 def test_compiled_parts_are_left_alone(inject, name, left):
-    model = Stem(block())
+    model = Stem(gated_block())
     compiled = model.get_submodule(name)
     compiled.compile(backend="eager")
     new, rows = found(model)
@@ -384,7 +372,7 @@ class Reads(nn.Module):
 
     def __init__(self, modes):
         super().__init__()
-        self.block, self.modes = block(), modes
+        self.block, self.modes = gated_block(), modes
 
     def forward(self, x):
         y = self.block[0](x)
@@ -407,10 +395,10 @@ def test_the_parts_are_swapped_where_the_model_is_wrong_with_the_chain(inject, m
 
 def test_the_count_of_swaps(inject):
     """A chain counts in place of its parts."""
-    _, report = fusewise.optimize(Stem(block()), draw(IMAGE))
+    _, report = fusewise.optimize(Stem(gated_block()), draw(IMAGE))
     assert report.lines()[0].startswith("2 of 2 candidates swapped.")  # the stem and the block
     inject(before=100, after=40, parts=40)
-    _, report = fusewise.optimize(Stem(block()), draw(IMAGE))
+    _, report = fusewise.optimize(Stem(gated_block()), draw(IMAGE))
     assert report.lines()[0].startswith("3 of 3 candidates swapped.")
 
 
@@ -435,198 +423,3 @@ def test_at_a_kink_the_gradient_is_not_compared(at):
     setting = Setting.make(nn.BatchNorm2d(8), x, True, False)
     found = check_slot(Gated(), Other(), (x,), setting, gradients=True)
     assert found.passed == (at == 0), found
-
-
-# --- afterwards ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def swapped(inject):
-    """A model and its swapped form, in training."""
-    model = shaken(Stem(block()))
-    new, rows = found(model)
-    assert rows[EXCITE].result == "swapped"
-    return model, new
-
-
-def test_copies_and_compilation(swapped):
-    _, new = swapped
-    new.eval()
-    again = pickle.loads(pickle.dumps(new))
-    compiled = torch.compile(copy.deepcopy(new), backend="eager", fullgraph=True)
-    with torch.no_grad():
-        for each in (again, compiled):
-            torch.testing.assert_close(each(draw(IMAGE)), new(draw(IMAGE)))
-    again.blocks[0][0][1].weight.data.zero_()
-    assert not torch.equal(again(draw(IMAGE)), new(draw(IMAGE)))
-
-
-def test_a_second_call_finds_nothing(swapped):
-    _, report = fusewise.optimize(swapped[1], draw(IMAGE))
-    assert not report.rows
-
-
-def test_hooks_on_the_convolutions_run(swapped):
-    model, new = swapped
-    seen = []
-    for each in (model, new):
-        each.blocks[0][1].fc1.register_forward_hook(lambda *_: seen.append(1))
-        each.eval()
-    torch.testing.assert_close(new(draw(IMAGE)), model(draw(IMAGE)))
-    assert seen == [1, 1]
-
-
-def test_parameters_of_two_dtypes_afterwards(swapped):
-    """The norm stays in float32, as it often does in half precision."""
-    _, new = swapped
-    new.eval()
-    expected = new(draw(IMAGE))
-    new.bfloat16()
-    for norm in (new.bn1, new.blocks[0][0][1]):
-        norm.float()
-    torch.testing.assert_close(new(draw(IMAGE).bfloat16()).float(), expected, rtol=0.1, atol=0.1)
-
-
-def test_statistics_of_several_processes(swapped):
-    model, new = swapped
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        fusewise.nn.convert_sync_batchnorm(new)
-        assert new.blocks[0][0][1].process_group is not None
-        torch.testing.assert_close(new(draw(IMAGE)), copy.deepcopy(model)(draw(IMAGE)))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_each_part_alone(swapped):
-    """By hand, with another layer in the other's place, and with a hook on the norm."""
-    model, new = swapped
-    model.eval(), new.eval()
-    (_, norm, _), gate = new.blocks[0]
-    x = draw((2, 8, 5, 5))
-    torch.testing.assert_close(gate(x), model.blocks[0][1](x))
-    seen = []
-    for each in (norm, model.blocks[0][0][2]):
-        each.register_forward_hook(lambda _, __, y: seen.append(y.clone()))
-    torch.testing.assert_close(new(draw(IMAGE)), model(draw(IMAGE)))
-    torch.testing.assert_close(*seen)
-    for each in (model, new):
-        each.blocks[0][0][1] = nn.Identity()
-        each.blocks[0][0][2] = nn.SiLU()
-    torch.testing.assert_close(new(draw(IMAGE)), model(draw(IMAGE)))
-
-
-def test_a_tracer_sees_the_parts(swapped):
-    model, new = swapped
-
-    class Tracer(torch.fx.Tracer):
-        def is_leaf_module(self, module, name):
-            leaves = BatchNormAct2d, SqueezeExcitation
-            return isinstance(module, leaves) or super().is_leaf_module(module, name)
-
-    new.eval()
-    graph = torch.fx.GraphModule(new, Tracer().trace(new))
-    torch.testing.assert_close(graph(draw(IMAGE)), model.eval()(draw(IMAGE)))
-
-
-class Checkpointed(nn.Module):
-    """A block of which some layers are under a checkpoint."""
-
-    def __init__(self, layers, reentrant):
-        super().__init__()
-        self.layers, self.reentrant, self.run = layers, reentrant, True
-
-    def forward(self, x):
-        return (
-            checkpoint(self.layers, x, use_reentrant=self.reentrant) if self.run else self.layers(x)
-        )
-
-
-def stepped(model):
-    """Gradients and buffers of a step."""
-    model.train()
-    for parameter in model.parameters():
-        parameter.grad = None
-    model(draw(IMAGE)).square().sum().backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return found | dict(model.named_buffers())
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints(swapped, reentrant):
-    """Around the block the statistics are updated twice, as torch does it; around the excitation
-    alone once."""
-    model, new = (copy.deepcopy(each) for each in swapped)
-    for each in (model, new):
-        each.blocks[0] = Checkpointed(each.blocks[0], reentrant)
-    found, expected = stepped(new), stepped(model)
-    assert expected["blocks.0.layers.0.1.num_batches_tracked"] == 2
-    torch.testing.assert_close(found, expected)
-
-    model, new = (copy.deepcopy(each) for each in swapped)
-    for each in (model, new):
-        each.blocks[0][1] = Checkpointed(each.blocks[0][1], reentrant)
-    if reentrant:
-        said = "expected gradients for both layers or for none; put the block that holds both"
-        with pytest.raises(RuntimeError, match=said):
-            stepped(new)
-        return
-    expected = stepped(model)
-    assert expected["blocks.0.0.1.num_batches_tracked"] == 1
-    torch.testing.assert_close(stepped(new), expected)
-
-
-def test_one_of_them_without_gradients(swapped):
-    _, new = swapped
-    conv, norm, _ = new.blocks[0][0]
-    with torch.no_grad():
-        given = norm(conv(draw((2, 8, 5, 5))))
-    with pytest.raises(RuntimeError, match="expected gradients for both layers or for none"):
-        new.blocks[0][1](given)
-
-
-def test_fully_shard_afterwards(swapped):
-    """Around both layers it works. Around the norm's container, the norm's parameters are sharded
-    again when the excitation reads them."""
-    model, new = swapped
-    expected = model.eval()(draw(IMAGE))
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        whole, part = copy.deepcopy(new), copy.deepcopy(new)
-        fully_shard(whole.blocks[0], mesh=mesh)
-        torch.testing.assert_close(whole.eval()(draw(IMAGE)), expected)
-        for each in (part.blocks[0][0], part):
-            fully_shard(each, mesh=mesh)
-        with pytest.raises(RuntimeError, match="got a DTensor; apply fully_shard to the block"):
-            part(draw(IMAGE))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_an_exception_in_the_middle_of_the_swaps_undoes_them(inject, monkeypatch):
-    from fusewise.rewrite.candidate import Edits
-
-    model = shaken(Stem(block()))
-    before, replace = names_and_types(model), Edits.replace
-    for at in range(20):
-        left = [at]
-
-        def interrupted(edits, name, module, left=left):
-            if edits.root.model is model:
-                if not left[0]:
-                    raise KeyboardInterrupt
-                left[0] -= 1
-            replace(edits, name, module)
-
-        monkeypatch.setattr(Edits, "replace", interrupted)
-        try:
-            _, report = fusewise.optimize(model, draw(IMAGE), verify=False, inplace=True)
-        except KeyboardInterrupt:
-            assert names_and_types(model) == before
-        else:
-            break
-    assert at == 6  # the stem's three layers, the block's three
-    assert report.restore() is model and names_and_types(model) == before
