@@ -258,6 +258,17 @@ def test_running_means_near_0(seed):
     assert not found.passed and found.tensor == "buffers"
 
 
+def test_a_running_mean_near_0_excuses_no_other_buffer():
+    """Its rounding is large beside its value, not beside the terms of its sum."""
+    right = [torch.tensor([1e-6]), torch.tensor([1.0])]
+    for wrong, passes in ((0.0, True), (1e-4, False)):
+        ours = [right[0], right[1] + wrong]
+        found = verify_model._together(
+            "buffers", right, right, right, ours, torch.float32, terms=[1.0, 0.0]
+        )
+        assert found.passed == passes, found
+
+
 def test_swaps_are_taken_back_if_the_whole_is_wrong(inject, registered):
     """Each call alone is right; the module counts its calls."""
 

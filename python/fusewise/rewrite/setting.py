@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from .._torch_private import tree_leaves, tree_map
 from ..profile.model import AMP_DTYPES
 
+SHIFT = 2.0**-23
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -72,14 +74,8 @@ class Setting:
         args, kwargs = tree_map(round_again, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 
-    def shifted_inputs(self, share: float) -> "Setting":
-        """Each floating input value is changed by this share of its magnitude."""
-
-        def shift(value):
-            floating = isinstance(value, Tensor) and value.is_floating_point()
-            return value + share * value.abs() if floating else value
-
-        args, kwargs = tree_map(shift, (self.args, self.kwargs))
+    def shifted_inputs(self) -> "Setting":
+        args, kwargs = tree_map(shifted, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 
     def copied(self) -> "Setting":
@@ -116,6 +112,13 @@ class Setting:
             leaves = tree_leaves(self.run(model))
         tensors = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
         return [t for t in tensors if t.requires_grad] if gradients else tensors
+
+
+def shifted(value):
+    """Changes a tensor by a small share of |value|, so that a sum changes by that share of the sum
+    of |terms|."""
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value + SHIFT * value.abs() if floating else value
 
 
 def _arguments(example_inputs) -> tuple[tuple, dict]:

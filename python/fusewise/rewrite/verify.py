@@ -16,11 +16,10 @@ from ..bench import accuracy
 from ..bench.accuracy import Check, Expected, Results
 from .candidate import Refused
 from .kinks import Kinks
-from .setting import Setting, without_tf32
+from .setting import SHIFT, Setting, shifted, without_tf32
 from .trees import doubled
 
 SEED = 20260
-SHIFT = 2.0**-23
 _LARGE = 1 << 24  # elements of a half-precision tensor whose reference is in float32
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -46,8 +45,8 @@ def check_slot(
     with without_tf32():
         with Kinks(setting.dtype or _dtype_of(inputs)) as kinks:
             right = _Run(reference, exact, setting.off(), gradients)
-        shifted = _Run(reference, tuple(map(_shifted, exact)), setting.off(), gradients)
-    runs = ours, theirs, right, shifted
+        other = _Run(reference, tuple(map(shifted, exact)), setting.off(), gradients)
+    runs = ours, theirs, right, other
     settled = {}
     if said := _differently_shaped(ours.outputs, theirs.outputs):
         return Check("y", float("nan"), float("nan"), said)
@@ -60,12 +59,12 @@ def check_slot(
             cotangent = (random_gradient(output) * clear).to(theirs.outputs[name].dtype)
             for run in runs:
                 run.cotangents[name] = cotangent.to(run.outputs[name].dtype)
-            shifted.cotangents[name] = _shifted(right.cotangents[name])
+            other.cotangents[name] = shifted(right.cotangents[name])
         for run in (ours, theirs):
             run.backward()
         with without_tf32():
             right.backward()
-            shifted.backward()
+            other.backward()
     found = [run.results() for run in runs]
     for name, value in found[2].items():
         # Gates pass on a gradient of their own, also where the cotangent is 0.
@@ -73,13 +72,6 @@ def check_slot(
             for results in found:
                 results[name] = results[name] * settled[value.shape]
     return _compared(*found, setting)
-
-
-def _shifted(value):
-    """Changes a tensor by a small share of |value|, so that a sum changes by that share of the sum
-    of |terms|."""
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value + SHIFT * value.abs() if floating else value
 
 
 def _differently_shaped(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from .._torch_private import tree_leaves
 from ..bench import accuracy
 from ..bench.accuracy import Check
-from .setting import Setting, seed_all, without_tf32
+from .setting import SHIFT, Setting, seed_all, without_tf32
 from .trees import doubled
-from .verify import HALVES, SEED, SHIFT, nearness, random_gradient
+from .verify import HALVES, SEED, nearness, random_gradient
 
 _LARGE_INPUTS, _LARGE_MODEL = 1 << 20, 1 << 26  # elements
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -69,7 +69,7 @@ def _terms(
 ) -> list[float]:
     """The largest sum of |terms| behind each buffer. A running mean near 0 is a sum of large terms.
     A shift of the inputs by a small share of their magnitude shows it."""
-    shifted = _run_model(doubled(model), reference.shifted_inputs(SHIFT), gradients)
+    shifted = _run_model(doubled(model), reference.shifted_inputs(), gradients)
     pairs = zip(shifted["buffers"], right["buffers"], strict=True)
     return [accuracy.largest(after - before) / SHIFT for after, before in pairs]
 
@@ -83,23 +83,22 @@ def _together(
     computed_in: torch.dtype,
     terms: list[float],
 ) -> Check:
-    """The rule for several tensors as one, each divided by its largest value. terms: the sums of
-    |terms| behind them, if they are known."""
+    """The rule for several tensors as one, each divided by its largest value or, if that is larger,
+    by the sum of |terms| behind it. terms: these sums, if they are known."""
     if len(ours) != len(theirs):
         said = f"{len(ours)} tensors, not {len(theirs)}"
         return Check(group, float("nan"), float("nan"), said)
     error = allowed = 0.0
     runs = zip(right, theirs, rounded, ours, terms or [0.0] * len(right), strict=True)
     for reference, eager, again, tensor, inside in runs:
-        value = accuracy.largest(reference) or 1.0
-        scale = max(value, inside)
+        scale = max(accuracy.largest(reference), inside) or 1.0
         rule = {"reference": reference, "scale": scale, "computed_in": computed_in}
         check = accuracy.compare(group, tensor, eager, **rule)
         if math.isnan(check.error):  # another shape, or NaN in other places
             return check
         noise = accuracy.compare(group, again, again, **rule)
-        error = max(error, check.error / value)
-        allowed = max(allowed, check.allowed / value, noise.allowed / value)
+        error = max(error, check.error / scale)
+        allowed = max(allowed, check.allowed / scale, noise.allowed / scale)
     wrong = f"off by {error:.3g} of the largest value where {allowed:.3g} is allowed"
     return Check(group, error, allowed, wrong if error > allowed else "")
 
