@@ -40,17 +40,18 @@ class TorchThreads : public Executor {
 /// finish before torch has checked its arguments, and so are those that torch computes slowly.
 class TorchGemm : public Gemm {
  public:
-  bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
+  bool multiply(const TensorView& a, const TensorView& b, const TensorView& c,
                 const TensorView& d) override {
     constexpr std::int64_t kTiny = 4096;  // multiplications
     if (a.numel() * d.sizes[1] <= kTiny || is_slow(a, d)) return false;
     const Tensor left = tensor_of(a), right = tensor_of(b), out = tensor_of(d);
-    const AOTITorchError status = bias.defined()
-                                      ? aoti_torch_cpu_addmm_out(out.get(), tensor_of(bias).get(),
-                                                                 left.get(), right.get(), 1, 1)
-                                      : aoti_torch_cpu_mm_out(out.get(), left.get(), right.get());
+    const Tensor added = !c.defined() || c.data == d.data ? out : tensor_of(c);
+    const AOTITorchError status =
+        c.defined()
+            ? aoti_torch_cpu_addmm_out(out.get(), added.get(), left.get(), right.get(), 1, 1)
+            : aoti_torch_cpu_mm_out(out.get(), left.get(), right.get());
     if (status != AOTI_TORCH_SUCCESS) {
-      fail_as_torch(bias.defined() ? "aten::addmm" : "aten::mm", {}, bytes_of(out));
+      fail_as_torch(c.defined() ? "aten::addmm" : "aten::mm", {}, bytes_of(out));
     }
     return true;
   }

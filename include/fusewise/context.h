@@ -36,21 +36,22 @@ class Executor {
 class Gemm {
  public:
   virtual ~Gemm() = default;
-  /// d = a b + bias, with a [M, K], b [K, N], d [M, N] and bias [N] or absent.
+  /// d = a b + c, with a [M, K], b [K, N], d [M, N], and c [M, N], [N] for all rows, or absent.
   ///
   /// Requirements on the call: all tensors have one dtype, float32, float64, float16 or bfloat16,
   /// and no size is 0. a and b have strides [s, 1] (contiguous rows) or [1, s] (contiguous
-  /// columns), where s is at least the size of the other dimension. d has strides [s, 1], bias is
-  /// dense. d overlaps none of the others, and its old contents must not be read.
+  /// columns), where s is at least the size of the other dimension. d and a c [M, N] have strides
+  /// [s, 1], a c [N] is dense. c may be d itself. Otherwise d overlaps none of the others, and its
+  /// old contents must not be read.
   ///
-  /// Guarantees of the result: sums are at least float32 (float64 for float64), and the bias is
-  /// added before the sum is rounded to the dtype. The same call gives the same bits every time.
+  /// Guarantees of the result: sums are at least float32 (float64 for float64), and c is added
+  /// before the sum is rounded to the dtype. The same call gives the same bits every time.
   ///
   /// Returns false to decline, for instance because of the dtype. Then it must not have written
   /// anything, and the library uses its own loops. An exception ends the call of the operator and
   /// reaches its caller. Runs on the thread that calls the operator; several threads may call at
   /// once.
-  virtual bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
+  virtual bool multiply(const TensorView& a, const TensorView& b, const TensorView& c,
                         const TensorView& d) = 0;
 };
 

@@ -6,9 +6,9 @@
 
 namespace fusewise::cpu {
 
-/// d = a b + bias, as `Gemm::multiply`. Sizes may be 0, and a stride that is never used may have
-/// any value. Returns false if there is no library or it declines.
+/// d = a b + c, as `Gemm::multiply`. Sizes may be 0, and a stride that is never used may have any
+/// value. Returns false if there is no library or it declines.
 bool multiply_by_library(const Context& context, const TensorView& a, const TensorView& b,
-                         const TensorView& bias, const TensorView& d);
+                         const TensorView& c, const TensorView& d);
 
 }  // namespace fusewise::cpu

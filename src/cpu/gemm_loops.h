@@ -9,6 +9,7 @@
 #include "common/divide.h"
 #include "common/matrix.h"
 #include "common/scratch.h"
+#include "cpu/gemm.h"
 #include "cpu/linear_act_kernels.h"
 #include "cpu/threads.h"
 
@@ -16,20 +17,21 @@ namespace fusewise::cpu {
 
 inline Strides strides_of(const TensorView& t) { return {t.strides[0], t.strides[1]}; }
 
-/// d = a b (+ bias). d has contiguous rows. The bits do not depend on the number of threads.
+/// d = a b (+ c), with c as in `Gemm::multiply`. d has contiguous rows. The bits do not depend on
+/// the number of threads.
 template <typename T>
 class GemmLoops {
  public:
   GemmLoops(const Context& context, const LinearKernels<T>& kernels)
       : context_(context), kernels_(kernels) {}
 
-  void multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
+  void multiply(const TensorView& a, const TensorView& b, const TensorView& c,
                 const TensorView& d) const {
     const Index rows = d.sizes[0], columns = d.sizes[1], inner = a.sizes[1];
     if (rows == 0 || columns == 0) return;
     const Index parts = parts_of(rows, columns, inner);
     const Scratch<T> others(context_, (parts - 1) * rows * columns);
-    const Index d_stride = matrix_of(d).stride;
+    const Index d_stride = matrix_of(d).stride, c_stride = c.rank == 2 ? matrix_of(c).stride : 0;
     const Index group = kPanels * width(), groups = divide_up(columns, group);
     const Index ranges = ranges_of(rows, groups * parts);
     const Index range = divide_up(divide_up(rows, ranges), kRowsAtOnce) * kRowsAtOnce;
@@ -46,7 +48,8 @@ class GemmLoops {
         t.d = part == 0 ? data(d) + row * d_stride + column
                         : others.data() + ((part - 1) * rows + row) * columns + column;
         t.d_stride = part == 0 ? d_stride : columns;
-        t.bias = part == 0 && bias.defined() ? data(bias) + column : nullptr;
+        if (part == 0 && c.defined())
+          t.c = data(c) + row * c_stride + column, t.c_stride = c_stride;
         t.rows = std::min(range, rows - row);
         t.columns = std::min(group, columns - column);
         t.inner = std::min(depth, inner - step);
@@ -74,9 +77,9 @@ class GemmLoops {
   static constexpr Index kFewTasks = 32, kTaskRows = 48, kMostParts = 32, kPart = kBlock;
 
   struct Task {
-    const T *a, *b, *bias;
+    const T *a, *b, *c = nullptr;
     T* d;
-    Index d_stride, rows, columns, inner;
+    Index c_stride = 0, d_stride, rows, columns, inner;
   };
 
   static T* data(const TensorView& t) { return static_cast<T*>(t.data); }
@@ -92,7 +95,9 @@ class GemmLoops {
   /// How much of a sum the panels are packed for.
   static Index segment_of(Index inner) { return kBlocks ? std::min(inner, kSegment) : inner; }
 
+  /// Into how many ranges of rows a task is divided. Each range packs the panels again.
   Index ranges_of(Index rows, Index tasks) const {
+    if (tasks % threads(context_) == 0) return 1;
     const Index wanted = divide_up(kTasksOfAThread * threads(context_), tasks);
     return std::clamp<Index>(wanted, 1, divide_up(rows, kFewestRows));
   }
@@ -122,12 +127,16 @@ class GemmLoops {
             }
             from = copy;
           }
-          const bool add = first + i > 0, biased = !add && t.bias != nullptr;
-          for (Index c = 0; c < t.columns; c += width()) {
+          T* const to = t.d + row * t.d_stride;
+          // The first block of a sum adds c, the others add what the ones before them stored.
+          const bool later = first + i > 0, nothing = !later && t.c == nullptr;
+          const Index stride = later ? t.d_stride : t.c_stride;
+          const T* const added = later ? to : nothing ? nullptr : t.c + row * stride;
+          for (Index column = 0; column < t.columns; column += width()) {
             kernels_.multiply(from, copies ? Strides{1, kCopyRows} : a,
-                              panels + c / width() * panel + i * width(), depth,
-                              biased ? t.bias + c : nullptr, add, t.d + row * t.d_stride + c,
-                              t.d_stride, rows, t.columns - c);
+                              panels + column / width() * panel + i * width(), depth,
+                              nothing ? nullptr : added + column, stride, to + column, t.d_stride,
+                              rows, t.columns - column);
           }
         }
       }
@@ -153,5 +162,14 @@ class GemmLoops {
   const Context& context_;
   const LinearKernels<T>& kernels_;
 };
+
+/// d = a b (+ c), by a GEMM library where there is one that takes the call.
+template <typename T>
+void multiply(const Context& context, const LinearKernels<T>& kernels, const TensorView& a,
+              const TensorView& b, const TensorView& c, const TensorView& d) {
+  if (!multiply_by_library(context, a, b, c, d)) {
+    GemmLoops<T>(context, kernels).multiply(a, b, c, d);
+  }
+}
 
 }  // namespace fusewise::cpu

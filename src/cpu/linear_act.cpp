@@ -7,7 +7,6 @@
 #include "common/divide.h"
 #include "common/implementation.h"
 #include "common/linear_act.h"
-#include "cpu/gemm.h"
 #include "cpu/gemm_loops.h"
 #include "cpu/instruction_sets.h"
 #include "cpu/linear_act_kernels.h"
@@ -124,8 +123,7 @@ class Operation {
   void multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
                 const TensorView& d) const {
     if (!has_adjacent_rows(d)) return multiply(transposed(b), transposed(a), {}, transposed(d));
-    if (multiply_by_library(context_, a, b, bias, d)) return;
-    GemmLoops<T>(context_, kernels_).multiply(a, b, bias, d);
+    cpu::multiply(context_, kernels_, a, b, bias, d);
   }
 
   const Context& context_;

@@ -7,6 +7,7 @@
 #include "cpu/linear_act_kernels.h"
 
 #include "cpu/vector_bits.h"
+#include "cpu/vector_lanes.h"
 #include "cpu/vector_math.h"
 
 namespace fusewise::cpu::FUSEWISE_ISA {
@@ -215,6 +216,27 @@ AccumulatorOf<T> to_sum(const T* from) {
     return *from;
 }
 
+/// Packs one vector of columns, for at most a vector of the sum's steps, of a matrix with
+/// contiguous columns. `columns`: how many there are.
+template <typename T>
+void pack_square(const T* b, Index stride, Index steps, Index columns, AccumulatorOf<T>* panel) {
+  using A = AccumulatorOf<T>;
+  using M = Memory<T>;
+  using S = Memory<A>;
+  if (steps == S::kLanes && columns >= S::kLanes) {
+    transpose_square<A>(
+        [&](Index j) { return M::load(b + j * stride); },
+        [&](Index i, VectorOf<A> value) { S::store(panel + i * kPanel<T>, value); });
+    return;
+  }
+  VectorOf<A> tile[S::kLanes] = {};
+  for (Index j = 0; j < S::kLanes && j < columns; ++j) {
+    tile[j] = steps == S::kLanes ? M::load(b + j * stride) : M::load(b + j * stride, steps);
+  }
+  transpose<A>(tile);
+  for (Index i = 0; i < steps; ++i) S::store(panel + i * kPanel<T>, tile[i]);
+}
+
 template <typename T>
 void pack_panel(const T* b, Strides strides, Index inner, Index columns, AccumulatorOf<T>* panel) {
   using A = AccumulatorOf<T>;
@@ -235,13 +257,17 @@ void pack_panel(const T* b, Strides strides, Index inner, Index columns, Accumul
         S::store(panel + i * kPanel<T> + at, values);
       }
     }
-    return;
-  }
-  constexpr Index kTogether = 16;  // a cache line of a column
-  for (Index first = 0; first < inner; first += kTogether) {
-    const Index end = first + kTogether < inner ? first + kTogether : inner;
-    for (Index j = 0; j < kPanel<T>; ++j) {
-      for (Index i = first; i < end; ++i) {
+  } else if (strides.row == 1) {
+    for (Index i = 0; i < inner; i += S::kLanes) {
+      const Index steps = inner - i < S::kLanes ? inner - i : S::kLanes;
+      for (Index j = 0; j < kPanel<T>; j += S::kLanes) {
+        pack_square(b + i + j * strides.column, strides.column, steps, count - j,
+                    panel + i * kPanel<T> + j);
+      }
+    }
+  } else {  // one row or column
+    for (Index i = 0; i < inner; ++i) {
+      for (Index j = 0; j < kPanel<T>; ++j) {
         panel[i * kPanel<T> + j] =
             j < count ? to_sum(b + i * strides.row + j * strides.column) : A(0);
       }
@@ -251,18 +277,19 @@ void pack_panel(const T* b, Strides strides, Index inner, Index columns, Accumul
 
 template <typename T, int kCount>
 void multiply_rows(const T* a, Strides strides, const AccumulatorOf<T>* panel, Index inner,
-                   const T* bias, bool add, T* d, Index d_stride, Index columns) {
+                   const T* c, Index c_stride, T* d, Index d_stride, Index columns) {
   using A = AccumulatorOf<T>;
   using M = Memory<T>;
   using S = Memory<A>;
   constexpr Index kLanes = S::kLanes;
-  typename S::V sums[kCount][2] = {};
+  typename S::V sums[kCount][2];
+  for (int row = 0; row < kCount; ++row) sums[row][0] = sums[row][1] = typename S::V{};
   for (Index i = 0; i < inner; ++i) {
     const typename S::V left = S::load(panel + i * kPanel<T>);
     const typename S::V right = S::load(panel + i * kPanel<T> + kLanes);
     for (int row = 0; row < kCount; ++row) {
       const A value = to_sum(a + row * strides.row + i * strides.column);
-      const typename S::V factor = typename S::V{} + value;
+      const auto factor = broadcast<typename S::V>(value);
       sums[row][0] = multiply_add(factor, left, sums[row][0]);
       sums[row][1] = multiply_add(factor, right, sums[row][1]);
     }
@@ -272,14 +299,12 @@ void multiply_rows(const T* a, Strides strides, const AccumulatorOf<T>* panel, I
       const Index at = half * kLanes, left = columns - at;
       if (left <= 0) break;
       typename S::V sum = sums[row][half];
-      T* to = d + row * d_stride + at;
+      T* const to = d + row * d_stride + at;
       if (left >= kLanes) {
-        if (bias != nullptr) sum += M::load(bias + at);
-        if (add) sum += M::load(to);
+        if (c != nullptr) sum += M::load(c + row * c_stride + at);
         M::store(to, sum);
       } else {
-        if (bias != nullptr) sum += M::load(bias + at, left);
-        if (add) sum += M::load(to, left);
+        if (c != nullptr) sum += M::load(c + row * c_stride + at, left);
         M::store(to, sum, left);
       }
     }
@@ -288,16 +313,18 @@ void multiply_rows(const T* a, Strides strides, const AccumulatorOf<T>* panel, I
 
 template <typename T>
 void multiply_panel(const T* a, Strides strides, const AccumulatorOf<T>* panel, Index inner,
-                    const T* bias, bool add, T* d, Index d_stride, Index rows, Index columns) {
+                    const T* c, Index c_stride, T* d, Index d_stride, Index rows, Index columns) {
   Index row = 0;
-  for (; row + kRows <= rows; row += kRows) {
-    multiply_rows<T, kRows>(a + row * strides.row, strides, panel, inner, bias, add,
-                            d + row * d_stride, d_stride, columns);
-  }
-  for (; row < rows; ++row) {
-    multiply_rows<T, 1>(a + row * strides.row, strides, panel, inner, bias, add, d + row * d_stride,
-                        d_stride, columns);
-  }
+  const auto take = [&]<int kCount>() {
+    for (; row + kCount <= rows; row += kCount) {
+      multiply_rows<T, kCount>(a + row * strides.row, strides, panel, inner, c + row * c_stride,
+                               c_stride, d + row * d_stride, d_stride, columns);
+    }
+  };
+  take.template operator()<kRows>();
+  take.template operator()<4>();
+  take.template operator()<2>();
+  take.template operator()<1>();
 }
 
 template <typename T>

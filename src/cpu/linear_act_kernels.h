@@ -29,10 +29,11 @@ struct LinearKernels {
   void (*add_chunks)(const A* chunks, std::int64_t count, std::int64_t columns, T* out);
   /// panel[i][column] = b[i][column] for product_columns columns, zero-padded past `columns`.
   void (*pack)(const T* b, Strides b_strides, std::int64_t inner, std::int64_t columns, A* panel);
-  /// d[row][column] = bias[column] (0 if null) + sum over i of a[row][i] * panel[i][column]. With
-  /// `add`, this is added to what d holds.
-  void (*multiply)(const T* a, Strides a_strides, const A* panel, std::int64_t inner, const T* bias,
-                   bool add, T* d, std::int64_t d_stride, std::int64_t rows, std::int64_t columns);
+  /// d[row][column] = c[row][column] (0 if null) + sum over i of a[row][i] * panel[i][column]. c
+  /// may be d. With a stride of 0, as an absent c has, all rows share one.
+  void (*multiply)(const T* a, Strides a_strides, const A* panel, std::int64_t inner, const T* c,
+                   std::int64_t c_stride, T* d, std::int64_t d_stride, std::int64_t rows,
+                   std::int64_t columns);
   std::int64_t product_columns;
 };
 

@@ -7,6 +7,7 @@
 
 #include "cpu/squeeze_excite_kernels.h"
 
+#include "cpu/vector_lanes.h"
 #include "cpu/vector_loops.h"
 
 namespace fusewise::cpu::FUSEWISE_ISA {
@@ -227,7 +228,7 @@ void product_block(const AccumulatorOf<B>* a, Index a_row, Index a_column, const
     for (int v = 0; v < kVectors; ++v) {
       const typename M::V row = M::load(b + k * b_stride + v * M::kLanes, count...);
       for (int r = 0; r < kRows; ++r) {
-        const typename M::V factor = typename M::V{} + a[r * a_row + k * a_column];
+        const auto factor = broadcast<typename M::V>(a[r * a_row + k * a_column]);
         sums[r][v] = multiply_add(factor, row, sums[r][v]);
       }
     }

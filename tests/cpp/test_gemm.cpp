@@ -4,71 +4,10 @@
 
 #include "fusewise/mlp.h"
 #include "linear_reference.h"
+#include "plain_gemm.h"
 
 namespace fusewise::testing {
 namespace {
-
-/// Sums in double. Fails the test where a call is not as promised.
-class PlainGemm : public Gemm {
- public:
-  int calls = 0, declined = 0;
-  bool (*declines)(const TensorView& d) = [](const TensorView&) { return false; };
-
-  bool multiply(const TensorView& a, const TensorView& b, const TensorView& bias,
-                const TensorView& d) override {
-    ++calls;
-    const Index m = d.sizes[0], n = d.sizes[1], k = a.sizes[1];
-    expect_operand(a, m, k);
-    expect_operand(b, k, n);
-    EXPECT_TRUE(d.rank == 2 && d.strides[1] == 1 && d.strides[0] >= n);
-    EXPECT_TRUE(m >= 1 && n >= 1 && k >= 1);
-    EXPECT_TRUE(a.dtype == d.dtype && b.dtype == d.dtype);
-    if (bias.defined()) {
-      EXPECT_TRUE(bias.rank == 1 && bias.sizes[0] == n && bias.dtype == d.dtype);
-      EXPECT_TRUE(n == 1 || bias.strides[0] == 1);
-    }
-    if (declines(d)) {
-      ++declined;
-      return false;
-    }
-    for (Index i = 0; i < m; ++i) {
-      for (Index j = 0; j < n; ++j) {
-        double sum = bias.defined() ? load(bias, j) : 0;
-        for (Index p = 0; p < k; ++p) {
-          sum += load(a, i * a.strides[0] + p * a.strides[1]) *
-                 load(b, p * b.strides[0] + j * b.strides[1]);
-        }
-        store(d, i * d.strides[0] + j, sum);
-      }
-    }
-    return true;
-  }
-
- private:
-  static void expect_operand(const TensorView& t, Index rows, Index columns) {
-    EXPECT_TRUE(t.rank == 2 && t.sizes[0] == rows && t.sizes[1] == columns);
-    EXPECT_TRUE((t.strides[1] == 1 && t.strides[0] >= columns) ||
-                (t.strides[0] == 1 && t.strides[1] >= rows))
-        << t.strides[0] << ", " << t.strides[1];
-  }
-  static double load(const TensorView& t, Index at) {
-    return t.dtype == DType::f64 ? static_cast<const double*>(t.data)[at]
-                                 : static_cast<const float*>(t.data)[at];
-  }
-  static void store(const TensorView& t, Index at, double value) {
-    if (t.dtype == DType::f64) {
-      static_cast<double*>(t.data)[at] = value;
-    } else {
-      static_cast<float*>(t.data)[at] = static_cast<float>(value);
-    }
-  }
-};
-
-Context with(Gemm& gemm) {
-  Context context;
-  context.gemm = &gemm;
-  return context;
-}
 
 void expect_both(LinearAct call, Gemm& gemm) {
   const Values z = z_reference(call);
