@@ -4,24 +4,16 @@
 #include "cpu/im2col.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/divide.h"
+#include "common/li_conv.h"
 #include "common/matrix.h"
 #include "common/scratch.h"
+#include "cpu/gemm_loops.h"
 #include "cpu/threads.h"
-#include "fusewise/linear_act.h"
 
 namespace fusewise::cpu {
-
-void multiply(const Context& context, const TensorView& a, const TensorView& b,
-              const TensorView& d) {
-  LinearActForward call;
-  call.x = a;
-  call.w = b;
-  call.y = d;
-  call.activation = Activation::identity;
-  linear_act(context, call);
-}
 
 namespace {
 
@@ -52,9 +44,10 @@ class Taps {
   Index rows() const { return x_.sizes[0] * p_ * q_; }
   Index rows_of_an_image() const { return p_ * q_; }
   Index width() const { return kernel_ * kernel_ * channels_; }
-  Index rows_of_a_block() const {
+  /// As many as there are output channels at least: every GEMM packs all weights.
+  Index rows_of_a_block(Index channels) const {
     const Index wanted = kBlockBytes / (width() * static_cast<Index>(sizeof(T)));
-    return std::clamp<Index>(wanted, 32, std::max<Index>(rows(), 32));
+    return std::min(std::max(wanted, channels), rows());
   }
 
   /// Copies the taps of `count` output pixels from `first` on. Those in the padding are 0.
@@ -123,20 +116,46 @@ TensorView matrix(const void* data, const TensorView& like, Index rows, Index co
   return {data, like.dtype, like.device, {rows, columns}};
 }
 
+/// Whether the pixels are the rows of taps.
+bool are_rows(const TensorView& x, const TensorView& w, Index stride) {
+  return w.sizes[2] == 1 && stride == 1 && is_channels_last(x);
+}
+
+/// Weights as a matrix [K, R * R * C]: themselves, or a copy.
+template <typename T>
+class Weights {
+ public:
+  Weights(const Context& context, const TensorView& w)
+      : copy_(context, is_channels_last(w) ? 0 : w.numel()),
+        matrix_(matrix<T>(w.data, w, w.sizes[0], w.numel() / w.sizes[0])) {
+    if (copy_.data() == nullptr) return;
+    matrix_.data = copy_.data();
+    for_weights(w, copy_.data(), [](T& dense, const T& value) { dense = value; });
+  }
+  const TensorView& view() const { return matrix_; }
+
+ private:
+  Scratch<T> copy_;
+  TensorView matrix_;
+};
+
 }  // namespace
 
 template <typename T>
 void Im2col<T>::forward(const TensorView& x, const TensorView& w, Index stride, Index padding,
                         const TensorView& y) {
+  const Weights<T> weights(context_, w);
+  if (are_rows(x, w, stride)) {
+    return multiply(context_, gemm_, as_matrix(x), transposed(weights.view()), {}, as_matrix(y));
+  }
   const Taps<T> taps(x, w, stride, padding, y);
-  const Index width = taps.width(), channels = w.sizes[0], block = taps.rows_of_a_block();
-  const Scratch<T> weights(context_, channels * width), columns(context_, block * width);
-  for_weights(w, weights.data(), [](T& dense, const T& value) { dense = value; });
+  const Index width = taps.width(), channels = w.sizes[0], block = taps.rows_of_a_block(channels);
+  const Scratch<T> columns(context_, block * width);
   for (Index first = 0; first < taps.rows(); first += block) {
     const Index count = std::min(block, taps.rows() - first);
     taps.gather(context_, first, count, columns.data());
-    multiply(context_, matrix<T>(columns.data(), x, count, width),
-             matrix<T>(weights.data(), x, channels, width),
+    multiply(context_, gemm_, matrix<T>(columns.data(), x, count, width),
+             transposed(weights.view()), {},
              matrix<T>(static_cast<T*>(y.data) + first * channels, x, count, channels));
   }
 }
@@ -145,45 +164,71 @@ template <typename T>
 void Im2col<T>::backward(const TensorView& dy, const TensorView& x, const TensorView& w,
                          Index stride, Index padding, const TensorView& dx, const TensorView& dw,
                          bool add) {
+  if (dw.defined()) weight_gradient(dy, x, stride, padding, dw);
+  if (dx.defined()) input_gradient(dy, w, stride, padding, dx, add);
+}
+
+template <typename T>
+void Im2col<T>::weight_gradient(const TensorView& dy, const TensorView& x, Index stride,
+                                Index padding, const TensorView& dw) const {
   using A = AccumulatorOf<T>;
-  const Taps<T> taps(x, w, stride, padding, dy);
-  const Index width = taps.width(), channels = w.sizes[0], all = channels * width;
-  const T* gradient = static_cast<const T*>(dy.data);
-  if (dw.defined()) {
-    const Index block = taps.rows_of_a_block();
-    const Scratch<T> columns(context_, block * width), part(context_, all);
-    const Scratch<A> sums(context_, all);
-    std::fill_n(sums.data(), all, A(0));
-    for (Index first = 0; first < taps.rows(); first += block) {
-      const Index count = std::min(block, taps.rows() - first);
-      taps.gather(context_, first, count, columns.data());
-      multiply(context_, transposed(matrix<T>(gradient + first * channels, x, count, channels)),
-               transposed(matrix<T>(columns.data(), x, count, width)),
-               matrix<T>(part.data(), x, channels, width));
-      kernels_.accumulate(part.data(), all, sums.data());
-    }
-    kernels_.round(sums.data(), all, part.data());
-    for_weights(dw, part.data(), [](const T& sum, T& value) { value = sum; });
+  constexpr bool kAddsGemms = std::is_same_v<T, A>;  // others would round the sum of each block
+  const Taps<T> taps(x, dw, stride, padding, dy);
+  const Index width = taps.width(), channels = dw.sizes[0], all = channels * width;
+  if (are_rows(x, dw, stride) && is_channels_last(dw)) {
+    return multiply(context_, gemm_, transposed(as_matrix(dy)), as_matrix(x), {},
+                    matrix<T>(dw.data, dw, channels, width));
   }
-  if (!dx.defined()) return;
-  const Index rows = taps.rows_of_an_image(), inputs = x.sizes[1];
-  const Scratch<T> weights(context_, all), columns(context_, rows * width);
-  for_weights(w, weights.data(), [](T& dense, const T& value) { dense = value; });
-  for (Index n = 0; n < x.sizes[0]; ++n) {
-    multiply(context_, matrix<T>(gradient + n * rows * channels, x, rows, channels),
-             transposed(matrix<T>(weights.data(), x, channels, width)),
-             matrix<T>(columns.data(), x, rows, width));
-    parallel_for(context_, x.sizes[2], [&](Index begin, Index end) {
+  const Index block = taps.rows_of_a_block(channels);
+  const bool in_place = kAddsGemms && is_channels_last(dw);
+  const Scratch<T> columns(context_, block * width), part(context_, in_place ? 0 : all);
+  const Scratch<A> sums(context_, kAddsGemms ? 0 : all);
+  std::fill_n(sums.data(), kAddsGemms ? 0 : all, A(0));
+  const TensorView to = matrix<T>(in_place ? dw.data : part.data(), x, channels, width);
+  const T* gradient = static_cast<const T*>(dy.data);
+  for (Index first = 0; first < taps.rows(); first += block) {
+    const Index count = std::min(block, taps.rows() - first);
+    taps.gather(context_, first, count, columns.data());
+    multiply(context_, gemm_,
+             transposed(matrix<T>(gradient + first * channels, x, count, channels)),
+             matrix<T>(columns.data(), x, count, width),
+             kAddsGemms && first > 0 ? to : TensorView(), to);
+    if (!kAddsGemms) kernels_.accumulate(part.data(), all, sums.data());
+  }
+  if (!kAddsGemms) kernels_.round(sums.data(), all, part.data());
+  if (!in_place) for_weights(dw, part.data(), [](const T& sum, T& value) { value = sum; });
+}
+
+template <typename T>
+void Im2col<T>::input_gradient(const TensorView& dy, const TensorView& w, Index stride,
+                               Index padding, const TensorView& dx, bool add) const {
+  const Taps<T> taps(dx, w, stride, padding, dy);
+  const Index width = taps.width(), channels = w.sizes[0], inputs = dx.sizes[1];
+  const Index rows = taps.rows_of_an_image(), samples = dx.sizes[0], height = dx.sizes[2];
+  const Index images = std::clamp<Index>(taps.rows_of_a_block(channels) / rows, 1, samples);
+  const Weights<T> weights(context_, w);
+  if (are_rows(dx, w, stride) && !add) {
+    return multiply(context_, gemm_, as_matrix(dy), weights.view(), {}, as_matrix(dx));
+  }
+  const Scratch<T> columns(context_, images * rows * width);
+  const T* gradient = static_cast<const T*>(dy.data);
+  for (Index first = 0; first < samples; first += images) {
+    const Index count = std::min(images, samples - first);
+    multiply(context_, gemm_,
+             matrix<T>(gradient + first * rows * channels, dx, count * rows, channels),
+             weights.view(), {}, matrix<T>(columns.data(), dx, count * rows, width));
+    parallel_for(context_, count * height, [&](Index begin, Index end) {
       const Scratch<T> line(context_, inputs);
       const Scratch<const T*> readers(context_, w.sizes[2] * w.sizes[2]);
-      for (Index h = begin; h < end; ++h) {
-        for (Index column = 0; column < x.sizes[3]; ++column) {
-          int count = 0;
-          taps.for_readers(
-              h, column, [&](Index offset) { readers.data()[count++] = columns.data() + offset; });
-          T* const to = at<T>(dx, n, 0, h, column);
+      for (Index i = begin; i < end; ++i) {
+        const T* const image = columns.data() + i / height * rows * width;
+        for (Index column = 0; column < dx.sizes[3]; ++column) {
+          int terms = 0;
+          taps.for_readers(i % height, column,
+                           [&](Index offset) { readers.data()[terms++] = image + offset; });
+          T* const to = at<T>(dx, first + i / height, 0, i % height, column);
           T* const sum = dx.strides[1] == 1 && !add ? to : line.data();
-          kernels_.sum_rows(readers.data(), count, inputs, sum);
+          kernels_.sum_rows(readers.data(), terms, inputs, sum);
           if (sum != to) write_pixel(kernels_, sum, inputs, to, dx.strides[1], add);
         }
       }

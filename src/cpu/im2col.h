@@ -4,13 +4,10 @@
 // matrix, and a GEMM multiplies the rows by the weights.
 
 #include "cpu/li_conv_kernels.h"
+#include "cpu/linear_act_kernels.h"
 #include "fusewise/context.h"
 
 namespace fusewise::cpu {
-
-/// d = a b^T, by the context's GEMM or the library's own.
-void multiply(const Context& context, const TensorView& a, const TensorView& b,
-              const TensorView& d);
 
 /// Writes the channels of a pixel, which are `stride` apart, or adds to them.
 template <typename T>
@@ -30,8 +27,8 @@ void write_pixel(const LiConvKernels<T>& kernels, const T* from, std::int64_t ch
 template <typename T>
 class Im2col final : public Convolution {
  public:
-  Im2col(const Context& context, const LiConvKernels<T>& kernels)
-      : context_(context), kernels_(kernels) {}
+  Im2col(const Context& context, const LiConvKernels<T>& kernels, const LinearKernels<T>& gemm)
+      : context_(context), kernels_(kernels), gemm_(gemm) {}
 
   void forward(const TensorView& x, const TensorView& w, std::int64_t stride, std::int64_t padding,
                const TensorView& y) override;
@@ -40,8 +37,14 @@ class Im2col final : public Convolution {
                 bool add) override;
 
  private:
+  void weight_gradient(const TensorView& dy, const TensorView& x, std::int64_t stride,
+                       std::int64_t padding, const TensorView& dw) const;
+  void input_gradient(const TensorView& dy, const TensorView& w, std::int64_t stride,
+                      std::int64_t padding, const TensorView& dx, bool add) const;
+
   const Context& context_;
   const LiConvKernels<T>& kernels_;
+  const LinearKernels<T>& gemm_;
 };
 
 extern template class Im2col<float>;

@@ -1,15 +1,18 @@
 // LINet's convolution on the CPU. The context computes the convolutions, else im2col.cpp. The
-// integration is one GEMM over the channels of all streams side by side: u and m are read once, and
-// each sum is rounded once. Bound by the GEMM's arithmetic.
+// integration is a GEMM for each stream, which adds to the ones before it: each stream is read
+// once. Half-precision streams are put side by side for a single GEMM, so that a sum is rounded
+// once. Bound by the GEMMs' arithmetic.
 
 #include "common/li_conv.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/divide.h"
 #include "common/implementation.h"
 #include "common/matrix.h"
 #include "common/scratch.h"
+#include "cpu/gemm_loops.h"
 #include "cpu/im2col.h"
 #include "cpu/instruction_sets.h"
 #include "cpu/li_conv_kernels.h"
@@ -27,10 +30,11 @@ constexpr Index kPieceElements = 64 * 1024;  // work unit of a cheap pass, for o
 template <typename T>
 class Operation {
  public:
-  Operation(const Context& context, const LiConvKernels<T>& kernels)
+  Operation(const Context& context, const LiConvKernels<T>& kernels, const LinearKernels<T>& gemm)
       : context_(context),
         kernels_(kernels),
-        im2col_(context, kernels),
+        gemm_(gemm),
+        im2col_(context, kernels, gemm),
         convolution_(context.convolution != nullptr ? *context.convolution : im2col_) {}
 
   void run(const LiConvForward& call) {
@@ -38,18 +42,13 @@ class Operation {
     if (s.n == 0) return;
     for (Index i = 0; i < s.streams; ++i) {
       const LiConvStream& stream = call.streams[i];
-      convolution_.forward(stream.x, stream.w, call.stride, call.padding, stream_of(call.u, i));
+      const TensorView u = stream_of(call.u, i);
+      convolution(stream, u).forward(stream.x, stream.w, call.stride, call.padding, u);
     }
-    const Scratch<T> weights(context_, s.d * width(s));
-    gather_weights(call, s, weights.data());
-    const TensorView w = matrix(call.y, weights.data(), s.d, width(s));
-    const Index block = rows_of_a_block(s);
-    const Scratch<T> rows(context_, block * width(s));
-    for (Index first = 0; first < s.pixels(); first += block) {
-      const Index count = std::min(block, s.pixels() - first);
-      gather_rows(call, s, first, count, rows.data());
-      multiply(context_, matrix(call.y, rows.data(), count, width(s)), w,
-               matrix(call.y, data(call.y) + first * s.d, count, s.d));
+    if constexpr (kAddsGemms) {
+      integrate(call, s);
+    } else {
+      integrate_at_once(call, s);
     }
   }
 
@@ -57,23 +56,25 @@ class Operation {
     const LiConvSizes s = check_sizes(call);
     if (s.n == 0) return zero(call);
     integration_weight_gradients(call, s);
-    const bool wanted = std::any_of(call.streams.begin(), call.streams.end(), needs_gradient);
-    if (!wanted && !call.dm.defined()) return;
-
-    const TensorView gradients = stream_gradients(call, s);
-    const Scratch<T> memory(context_, gradients.numel());
-    TensorView g = gradients;
-    g.data = memory.data();
-    distribute(call, s, memory.data());
+    if (call.dm.defined()) previous_gradient(call, s);
+    if (std::none_of(call.streams.begin(), call.streams.end(), needs_gradient)) return;
+    // The gradient of u_s.
+    const Scratch<T> memory(context_, s.pixels() * s.k);
+    const TensorView g = stream_gradient(call, s, memory.data());
     for (Index i = 0; i < s.streams; ++i) {
       const LiConvStream& stream = call.streams[i];
       if (!needs_gradient(stream)) continue;
-      convolution_.backward(stream_of(g, i), stream.x, stream.w, call.stride, call.padding,
-                            stream.dx, stream.dw, call.add);
+      const TensorView du = call.du.defined() ? as_matrix(stream_of(call.du, i)) : TensorView();
+      multiply(as_matrix(call.dy), stream.mix, du, as_matrix(g));
+      convolution(stream, g).backward(g, stream.x, stream.w, call.stride, call.padding, stream.dx,
+                                      stream.dw, call.add);
     }
   }
 
  private:
+  /// Whether a GEMM may add to what another one rounded to T.
+  static constexpr bool kAddsGemms = std::is_same_v<T, AccumulatorOf<T>>;
+
   static T* data(const TensorView& t) { return static_cast<T*>(t.data); }
   static bool needs_gradient(const LiConvStream& stream) {
     return stream.dx.defined() || stream.dw.defined();
@@ -87,13 +88,27 @@ class Operation {
   static TensorView matrix(const TensorView& like, const T* data, Index rows, Index columns) {
     return {data, like.dtype, like.device, {rows, columns}};
   }
-  /// Channels-last [S, N, K, P, Q] without data.
-  static TensorView stream_gradients(const LiConvBackward& call, const LiConvSizes& s) {
-    return {nullptr,
+  /// Channels-last [N, K, P, Q].
+  static TensorView stream_gradient(const LiConvBackward& call, const LiConvSizes& s, T* data) {
+    return {data,
             call.dy.dtype,
             call.dy.device,
-            {s.streams, s.n, s.k, s.p, s.q},
-            {s.pixels() * s.k, s.p * s.q * s.k, 1, s.q * s.k, s.k}};
+            {s.n, s.k, s.p, s.q},
+            {s.p * s.q * s.k, 1, s.q * s.k, s.k}};
+  }
+
+  /// d = a b + c.
+  void multiply(const TensorView& a, const TensorView& b, const TensorView& c,
+                const TensorView& d) const {
+    cpu::multiply(context_, gemm_, a, b, c, d);
+  }
+
+  /// Where a GEMM is faster than a library's convolution. Libraries have layouts of their own for
+  /// weights, and write to memory of their own. With at most as many pixels as channels, most of
+  /// their time goes into converting between layouts.
+  Convolution& convolution(const LiConvStream& stream, const TensorView& result) {
+    const bool few = as_matrix(result).sizes[0] <= result.sizes[1];
+    return kAddsGemms && (few || stream.w.sizes[2] == 1) ? im2col_ : convolution_;
   }
 
   /// Calls body on pieces of [0, count), with a piece of work for each thread.
@@ -143,46 +158,73 @@ class Operation {
     });
   }
 
-  void integration_weight_gradients(const LiConvBackward& call, const LiConvSizes& s) const {
-    const TensorView dy = transposed(as_matrix(call.dy));
-    for (Index i = 0; i < s.streams; ++i) {
-      const TensorView& dmix = call.streams[i].dmix;
-      if (dmix.defined()) multiply(context_, dy, transposed(as_matrix(stream_of(call.u, i))), dmix);
-    }
-    if (!call.dprevious.defined()) return;
-    const Scratch<T> rows(context_, s.pixels() * s.e);
-    in_pieces(s.pixels(), s.e, [&](Index i) {
-      read_pixel(call.m, pixel(call.m, s, call.stride, i), s.e, rows.data() + i * s.e);
-    });
-    multiply(context_, dy, transposed(matrix(call.dy, rows.data(), s.pixels(), s.e)),
-             call.dprevious);
-  }
-
-  /// The gradients of all u_s, du included, to `g`, and dm.
-  void distribute(const LiConvBackward& call, const LiConvSizes& s, T* g) const {
-    if (call.dm.defined() && call.stride > 1 && !call.add) fill_with_zeros(call.dm);
+  void integrate_at_once(const LiConvForward& call, const LiConvSizes& s) const {
     const Scratch<T> weights(context_, s.d * width(s));
     gather_weights(call, s, weights.data());
-    const TensorView w = transposed(matrix(call.dy, weights.data(), s.d, width(s)));
+    const TensorView w = transposed(matrix(call.y, weights.data(), s.d, width(s)));
     const Index block = rows_of_a_block(s);
     const Scratch<T> rows(context_, block * width(s));
     for (Index first = 0; first < s.pixels(); first += block) {
       const Index count = std::min(block, s.pixels() - first);
-      multiply(context_, matrix(call.dy, data(call.dy) + first * s.d, count, s.d), w,
-               matrix(call.dy, rows.data(), count, width(s)));
-      in_pieces(count, 2 * width(s), [&](Index i) {
-        const T* from = rows.data() + i * width(s);
-        for (Index stream = 0; stream < s.streams; ++stream, from += s.k) {
-          if (!needs_gradient(call.streams[stream])) continue;
-          const Index at = (stream * s.pixels() + first + i) * s.k;
-          const T* const parts[] = {from, call.du.defined() ? data(call.du) + at : nullptr};
-          kernels_.sum_rows(parts, call.du.defined() ? 2 : 1, s.k, g + at);
-        }
-        if (!call.dm.defined()) return;
-        write_pixel(kernels_, from, s.e, pixel(call.dm, s, call.stride, first + i),
-                    call.dm.strides[1], call.add);
+      gather_rows(call, s, first, count, rows.data());
+      multiply(matrix(call.y, rows.data(), count, width(s)), w, {},
+               matrix(call.y, data(call.y) + first * s.d, count, s.d));
+    }
+  }
+
+  void integrate(const LiConvForward& call, const LiConvSizes& s) const {
+    const TensorView y = as_matrix(call.y);
+    TensorView sum;
+    for (Index i = 0; i < s.streams; ++i) {
+      multiply(as_matrix(stream_of(call.u, i)), transposed(call.streams[i].mix), sum, y);
+      sum = y;
+    }
+    if (s.e == 0) return;
+    const Pixels m(*this, call.m, call.stride, s);
+    multiply(m.rows, transposed(call.previous), sum, y);
+  }
+
+  /// The pixels of m that the convolution reads, as a matrix [pixels, E].
+  struct Pixels {
+    Scratch<T> copy;
+    TensorView rows;
+
+    Pixels(const Operation& operation, const TensorView& m, Index stride, const LiConvSizes& s)
+        : copy(operation.context_, is_matrix(m, stride) ? 0 : s.pixels() * s.e),
+          rows(is_matrix(m, stride) ? as_matrix(m) : matrix(m, copy.data(), s.pixels(), s.e)) {
+      if (copy.data() == nullptr) return;
+      operation.in_pieces(s.pixels(), s.e, [&](Index i) {
+        read_pixel(m, pixel(m, s, stride, i), s.e, copy.data() + i * s.e);
       });
     }
+    static bool is_matrix(const TensorView& m, Index stride) {
+      return stride == 1 && is_channels_last(m);
+    }
+  };
+
+  void integration_weight_gradients(const LiConvBackward& call, const LiConvSizes& s) const {
+    const TensorView dy = transposed(as_matrix(call.dy));
+    for (Index i = 0; i < s.streams; ++i) {
+      const TensorView& dmix = call.streams[i].dmix;
+      if (dmix.defined()) multiply(dy, as_matrix(stream_of(call.u, i)), {}, dmix);
+    }
+    if (!call.dprevious.defined()) return;
+    const Pixels m(*this, call.m, call.stride, s);
+    multiply(dy, m.rows, {}, call.dprevious);
+  }
+
+  void previous_gradient(const LiConvBackward& call, const LiConvSizes& s) const {
+    const TensorView &dm = call.dm, dy = as_matrix(call.dy);
+    if (!call.add && Pixels::is_matrix(dm, call.stride)) {
+      return multiply(dy, call.previous, {}, as_matrix(dm));
+    }
+    if (call.stride > 1 && !call.add) fill_with_zeros(dm);
+    const Scratch<T> rows(context_, s.pixels() * s.e);
+    multiply(dy, call.previous, {}, matrix(dm, rows.data(), s.pixels(), s.e));
+    in_pieces(s.pixels(), 2 * s.e, [&](Index i) {
+      write_pixel(kernels_, rows.data() + i * s.e, s.e, pixel(dm, s, call.stride, i), dm.strides[1],
+                  call.add);
+    });
   }
 
   /// Every gradient of a call without samples.
@@ -208,21 +250,22 @@ class Operation {
 
   const Context& context_;
   const LiConvKernels<T>& kernels_;
+  const LinearKernels<T>& gemm_;
   Im2col<T> im2col_;
   Convolution& convolution_;
 };
 
-template <const LiConvKernelSet& kKernels, typename Call>
+template <const LiConvKernelSet& kKernels, const LinearKernelSet& kGemm, typename Call>
 void run(const Context& context, const Call& call) {
   switch (call.streams[0].x.dtype) {
     case DType::f32:
-      return Operation<float>(context, kKernels.f32).run(call);
+      return Operation<float>(context, kKernels.f32, kGemm.f32).run(call);
     case DType::f64:
-      return Operation<double>(context, kKernels.f64).run(call);
+      return Operation<double>(context, kKernels.f64, kGemm.f64).run(call);
     case DType::f16:
-      return Operation<F16>(context, kKernels.f16).run(call);
+      return Operation<F16>(context, kKernels.f16, kGemm.f16).run(call);
     case DType::bf16:
-      return Operation<BF16>(context, kKernels.bf16).run(call);
+      return Operation<BF16>(context, kKernels.bf16, kGemm.bf16).run(call);
     case DType::u8:
     case DType::b8:
     case DType::i64:
@@ -232,9 +275,10 @@ void run(const Context& context, const Call& call) {
 
 template <typename Call>
 constexpr Implementation<Call> kList[] = {
-    {"avx512", needs_avx512<Call>, run<avx512::li_conv_kernels, Call>},
-    {"avx2", needs_avx2<Call>, run<avx2::li_conv_kernels, Call>},
-    {"portable", needs_nothing<Call>, run<portable::li_conv_kernels, Call>},
+    {"avx512", needs_avx512<Call>, run<avx512::li_conv_kernels, avx512::linear_kernels, Call>},
+    {"avx2", needs_avx2<Call>, run<avx2::li_conv_kernels, avx2::linear_kernels, Call>},
+    {"portable", needs_nothing<Call>,
+     run<portable::li_conv_kernels, portable::linear_kernels, Call>},
 };
 
 }  // namespace

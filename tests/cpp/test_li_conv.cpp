@@ -4,6 +4,7 @@
 #include "fusewise/li_conv.h"
 
 #include "message_of.h"
+#include "plain_gemm.h"
 #include "reference.h"
 
 namespace fusewise::testing {
@@ -287,6 +288,30 @@ TEST(LiConv, ManyBlocks) {
   expect_right({{.n = 1, .d = 3, .k = 2, .h = 90, .w = 110, .e = 3, .channels = {30}}, DType::f64});
 }
 
+/// At most as many pixels as channels.
+TEST(LiConv, FewPixels) {
+  for (const Layout layout : {Layout::channels_last, Layout::nchw, Layout::sliced}) {
+    for (const Index stride : {1, 2}) {
+      for (const DType dtype : kTypes) {
+        SCOPED_TRACE(name_of(dtype));
+        expect_right({{.n = 3, .d = 9, .k = 40, .h = 3, .w = 4, .stride = stride}, dtype, layout});
+      }
+    }
+  }
+}
+
+TEST(LiConv, GemmOfTheContext) {
+  for (const Index kernel : {1, 3}) {
+    for (const Index stride : {1, 2}) {
+      for (const DType dtype : {DType::f32, DType::f64}) {
+        PlainGemm gemm;
+        expect_right({{.kernel = kernel, .stride = stride}, dtype}, with(gemm));
+        EXPECT_GT(gemm.sums, 0) << "the integration adds to the streams before";
+      }
+    }
+  }
+}
+
 TEST(LiConv, OnlyWhatIsWanted) {
   const LiCase all({}, DType::f32);
   const auto views = all.views();
@@ -329,6 +354,8 @@ TEST(LiConv, AddsToGradients) {
       {{}, DType::f32, Layout::channels_last},
       {{.stride = 2}, DType::f64, Layout::channels_last},
       {{.kernel = 1, .stride = 2}, DType::bf16, Layout::nchw},
+      {{.kernel = 1}, DType::f32, Layout::channels_last},
+      {{.n = 1, .d = 9, .k = 40, .h = 3, .w = 4}, DType::f32, Layout::channels_last},
       {{.stride = 2}, DType::f16, Layout::channels_last_sliced},
   };
   for (const auto& [sizes, dtype, layout] : each) {
@@ -424,6 +451,20 @@ TEST(LiConv, ConvolutionOfTheContext) {
   call.add = true;
   li_conv(context, call);
   EXPECT_EQ(convolution.adds, 1);
+}
+
+/// The library's GEMM is faster there.
+TEST(LiConv, ConvolutionsThatAreGemms) {
+  const LiSizes each[] = {{.kernel = 1}, {.kernel = 1, .stride = 2}, {.n = 1, .k = 42}};
+  for (const LiSizes& sizes : each) {
+    for (const DType dtype : {DType::f32, DType::f64}) {
+      Constants convolution;
+      Context context;
+      context.convolution = &convolution;
+      expect_right({sizes, dtype}, context);
+      EXPECT_EQ(convolution.forwards + convolution.backwards, 0);
+    }
+  }
 }
 
 // Errors. ----------------------------------------------------------------------------------------
