@@ -143,6 +143,8 @@ MISTAKES = {
     "num_batches_tracked: expected dtype int64, got float32": lambda: chain(
         num_batches_tracked=zeros()
     ),
+    "running_mean: expected memory that no other tensor of the call uses, got memory that overlaps "
+    "running_var": lambda: chain(**dict.fromkeys(("running_mean", "running_var"), zeros(6))),
     "activation: expected 'identity', 'relu', 'relu6', 'silu' or 'hardswish', got 'gelu'": (
         lambda: chain(activation="gelu")
     ),

@@ -215,6 +215,7 @@ class Operator:
                 self._check_shape(rule, tensor, sizes)
             _check_device(rule.name, tensor, first.device)
         self._check_types(given)
+        self._check_updated(given)
         return sizes
 
     def _check_shape(self, rule, tensor, sizes):
@@ -256,6 +257,16 @@ class Operator:
             if dtype != expected:
                 wanted = f"{first}'s dtype {_name(expected)}"
                 _refuse(f"{rule.name}: expected {wanted}, got {_name(dtype)}")
+
+    @staticmethod
+    def _check_updated(given):
+        """The core sees the memory; a tracer only sees that two of them are one tensor."""
+        updated = [(rule.name, tensor) for rule, tensor in given if rule.role == "updated"]
+        for i, (name, tensor) in enumerate(updated):
+            for other, second in updated[i + 1 :]:
+                if tensor is second:
+                    own = "memory that no other tensor of the call uses"
+                    _refuse(f"{name}: expected {own}, got memory that overlaps {other}")
 
     def fake_forward(self, *arguments):
         """The fake kernel: outputs of the right shape, dtype and layout, without data."""

@@ -42,8 +42,8 @@ def batch_norm_act(
             their own. Then everything that is `[C]` below is `[S, C]`. Any strides; channels_last
             is the fastest layout. float32, float64, float16 or bfloat16.
         running_mean, running_var: `[C]`, x's dtype, or float32 beside half-precision x. Both or
-            None; without them the statistics are those of x, in inference too. Training updates
-            them in place.
+            None, not one tensor twice; without them the statistics are those of x, in inference
+            too. Training updates them in place.
         weight, bias: `[C]` or None, the dtype of the running statistics.
         residual: x's shape and dtype, or None.
         activation: "identity", "relu", "relu6", "silu" or "hardswish".

@@ -45,9 +45,9 @@ def batch_norm_excite(
     Args:
         x: `[N, C, H, W]`, any strides; channels_last is the fastest layout. float32, float64,
             float16 or bfloat16.
-        running_mean, running_var: `[C]`. Both or None; without them the statistics are those of x,
-            in inference too. Training updates them in place. They and the six parameters share one
-            dtype: x's, or float32 if x is float16 or bfloat16.
+        running_mean, running_var: `[C]`. Both or None, not one tensor twice; without them the
+            statistics are those of x, in inference too. Training updates them in place. They and
+            the six parameters share one dtype: x's, or float32 if x is float16 or bfloat16.
         weight, bias: `[C]` or None.
         w1: `[R, C]` or `[R, C, 1, 1]`.
         b1: `[R]` or None.
