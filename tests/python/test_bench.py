@@ -415,6 +415,7 @@ def test_info_names_versions_and_implementations(capsys):
 def test_check_passes_here_and_sees_a_wrong_operator(capsys, monkeypatch):
     assert cli.main(["check", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("checking the operators on cpu (")  # said before the first check
     assert "Checks against the reference on cpu; each row forces one implementation" in shown
     for dtype in ("float32", "float16", "bfloat16", "float64"):
         for layout in ("contiguous", "channels_last"):
