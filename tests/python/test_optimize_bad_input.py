@@ -91,7 +91,8 @@ def test_forms_of_inputs(inject, inputs):
         (
             lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 4))),
             TypeError,
-            "model: expected an ordinary module, got a scripted one; optimize it first",
+            "model: expected an ordinary module, got a scripted one; pass the module that was "
+            "scripted, and use torch.compile or torch.export on the result, because",
         ),
         (
             lambda: torch.compile(Head(nn.ReLU())),
