@@ -281,10 +281,14 @@ def _optimize(chosen: argparse.Namespace) -> int:
 
 
 def _check(chosen: argparse.Namespace) -> int:
-    from .bench import check
+    from .bench import check, progress
     from .report import show
 
-    table, lines, passed = check.run(chosen.device or "")
+    shown = progress.for_output()
+    try:
+        table, lines, passed = check.run(chosen.device or "", shown)
+    finally:
+        shown.stop()
     show(table, *lines)
     return int(not passed)
 

@@ -1,6 +1,7 @@
 """The output of `fusewise info`: what a bug report needs, without anything that identifies a
 host."""
 
+import functools
 import platform
 from collections import Counter
 
@@ -8,12 +9,14 @@ import torch
 
 import fusewise
 
-from ._ops import CUDA_MISSING, build_info
+from . import functional
+from ._explain import Record
+from ._ops import CUDA_MISSING, OPERATOR_NAMES, build_info
 from .bench import environment
 from .bench.baselines import OURS
 from .bench.cases import recast
-from .bench.families import FAMILIES, Family
-from .bench.families.family import DTYPES
+from .bench.families import FAMILIES
+from .bench.families.family import DTYPES, LAYOUTS
 
 _INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 
@@ -40,42 +43,49 @@ def lines() -> list[str]:
     for key, value in build_info().items():
         found[f"built: {key}"] = value
     text = [f"{key}: {value}" for key, value in found.items() if value]
-    for family in FAMILIES.values():
-        for device in ["cpu"] + ["cuda"] * (not CUDA_MISSING and torch.cuda.is_available()):
-            text += _implementations(family, device)
+    for device in ["cpu"] + ["cuda"] * (not CUDA_MISSING and torch.cuda.is_available()):
+        records = [record for call in _samples(device) for record in fusewise.explain(call)]
+        for operator in OPERATOR_NAMES:
+            for direction in ("forward", "backward"):
+                asked = [r for r in records if (r.operator, r.direction) == (operator, direction)]
+                text += _implementations(f"{operator} {direction} on {device}", asked)
     text.append('every operator: "torch" runs torch\'s own operators instead, if it is forced')
     return text
 
 
 def _in_use() -> str:
     """The instruction set that the chosen CPU kernels were compiled for, by implementation name."""
-    sample = next(_samples(next(iter(FAMILIES.values())), "cpu"))
-    return fusewise.explain(sample)[0].chosen
+    return fusewise.explain(next(_samples("cpu")))[0].chosen
 
 
-def _implementations(family: Family, device: str) -> list[str]:
+def _implementations(title: str, asked: list[Record]) -> list[str]:
     """For each implementation: how many of the sample calls it takes, and why it declines the
     rest."""
-    records = [record for call in _samples(family, device) for record in fusewise.explain(call)]
-    text = []
-    for direction in dict.fromkeys(record.direction for record in records):
-        asked = [record for record in records if record.direction == direction]
-        used = Counter(record.chosen for record in asked)
-        text.append(f"{family.name} {direction} on {device}, fastest first:")
-        for place, candidate in enumerate(asked[0].candidates):
-            reasons = Counter(record.candidates[place].reason for record in asked)
-            takes = f"takes {reasons.pop('', 0)} of {len(asked)} sample calls"
-            why = "".join(f"; declines {count}: {reason}" for reason, count in reasons.items())
-            text.append(f"  {candidate.name}: {takes}, used for {used[candidate.name]}{why}")
+    used = Counter(record.chosen for record in asked)
+    text = [f"{title}, fastest first:"]
+    for place, candidate in enumerate(asked[0].candidates):
+        reasons = Counter(record.candidates[place].reason for record in asked)
+        takes = f"takes {reasons.pop('', 0)} of {len(asked)} sample calls"
+        why = "".join(f"; declines {count}: {reason}" for reason, count in reasons.items())
+        text.append(f"  {candidate.name}: {takes}, used for {used[candidate.name]}{why}")
     return text
 
 
-def _samples(family: Family, device: str):
+def _samples(device: str):
+    """Calls of every operator: those of `fusewise check`, and of what it does not have."""
+    for family in FAMILIES.values():
+        for dtype in DTYPES:
+            for layout in family.layouts:
+                for case in recast(list(family.checked), dtype, layout):
+                    workload = family.build(case, device, 1)
+                    yield lambda w=workload: w.functions[OURS](*w.inputs[0], *w.weights)
     for dtype in DTYPES:
-        for layout in family.layouts:
-            for case in recast(list(family.checked), dtype, layout):
-                workload = family.build(case, device, 1)
-                yield lambda w=workload: w.functions[OURS](*w.inputs[0], *w.weights)
+        for layout in LAYOUTS.values():
+            kind = {"dtype": getattr(torch, dtype), "device": device}
+            images = [torch.zeros(2, c, 9, 7, **kind).to(memory_format=layout) for c in (3, 1)]
+            weights = [torch.zeros(8, c, 3, 3, **kind).requires_grad_() for c in (3, 1)]
+            mix = [torch.zeros(8, 8, **kind).requires_grad_() for _ in images]
+            yield functools.partial(functional.li_conv, images, weights, mix, padding=1)
 
 
 def _gpu(index: int) -> str:

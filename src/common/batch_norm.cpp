@@ -3,6 +3,7 @@
 #include "common/batch_norm.h"
 #include "common/check.h"
 #include "common/operators.h"
+#include "common/overlap.h"
 
 namespace fusewise {
 namespace {
@@ -64,6 +65,7 @@ constexpr auto kRules = rules_of(kTensors);
 void check_statistics(const BatchNormActForward& call) {
   check(call.running_mean.defined() == call.running_var.defined(),
         "running_mean and running_var: expected both or none");
+  check_apart({"running_mean", call.running_mean}, {"running_var", call.running_var});
   const TensorView& x = call.x;
   const bool own = call.training || !call.running_mean.defined();
   const std::int64_t n = x.sizes[x.rank - 4];

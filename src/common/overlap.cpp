@@ -99,6 +99,12 @@ bool may_overlap(const TensorView& a, const TensorView& b) {
               static_cast<std::int64_t>(of_b.begin - of_a.begin));
 }
 
+void check_apart(const Argument& output, const Argument& other) {
+  check(!may_overlap(output.view, other.view), output,
+        ": expected memory that no other tensor of the call uses, got memory that overlaps ",
+        other);
+}
+
 void check_outputs(std::span<const Argument> outputs, std::span<const Argument> inputs) {
   std::vector<Range> ranges;  // of the outputs, then of the inputs
   ranges.reserve(outputs.size() + inputs.size());
@@ -110,9 +116,7 @@ void check_outputs(std::span<const Argument> outputs, std::span<const Argument> 
     for (std::size_t j = i + 1; j < ranges.size(); ++j) {
       if (!ranges[i].meets(ranges[j])) continue;
       const Argument& other = j < outputs.size() ? outputs[j] : inputs[j - outputs.size()];
-      check(!may_overlap(outputs[i].view, other.view), outputs[i],
-            ": expected memory that no other tensor of the call uses, got memory that overlaps ",
-            other);
+      check_apart(outputs[i], other);
     }
   }
 }

@@ -26,6 +26,9 @@ bool may_overlap_itself(const TensorView& t);
 /// overlapping.
 bool may_overlap(const TensorView& a, const TensorView& b);
 
+/// Throws Error if an output may overlap another tensor.
+void check_apart(const Argument& output, const Argument& other);
+
 /// Throws Error if an output may overlap itself, another output or an input. Absent tensors are
 /// skipped.
 void check_outputs(std::span<const Argument> outputs, std::span<const Argument> inputs);

@@ -473,6 +473,10 @@ TEST(BatchNormErrors, Forward) {
   expect("running_var: expected running_mean's dtype float32, got float64",
          [](F& f) { f.running_var.dtype = DType::f64; });
   expect("running_mean and running_var: expected both or none", [](F& f) { f.running_var = {}; });
+  expect(
+      "running_mean: expected memory that no other tensor of the call uses, got memory that "
+      "overlaps running_var",
+      [](F& f) { f.running_var.data = f.running_mean.data; });
   expect("blanked: expected dtype bool, got uint8",
          [](F& f) { f.blanked = {f.y.data, DType::u8, {}, {2}}; });
   expect("blanked: expected [2], got [3]",

@@ -251,6 +251,15 @@ def test_mistakes(message):
 
 
 @pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_that_overlap(training):
+    both = torch.ones(5)
+    for mean, var in ((both[:3], both[:3]), (both[:3], both[2:])):
+        with pytest.raises(RuntimeError, match="^running_mean: .* overlaps running_var$"):
+            batch_norm_act(torch.randn(2, 3, 4, 4), mean, var, training=training)
+    assert torch.equal(both, torch.ones(5))
+
+
+@pytest.mark.parametrize("training", [True, False])
 def test_the_module_blames_x_for_its_channels(training):
     with pytest.raises(RuntimeError, match="^x: expected 3 channels, got 5$"):
         BatchNormAct2d(3).train(training)(torch.zeros(2, 5, 4, 4))

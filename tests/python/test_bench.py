@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusewise
 from fusewise import bench, cli
+from fusewise._ops import OPERATOR_NAMES
 from fusewise._usage import UsageError
 from fusewise.bench import accuracy, progress, report, runner, schema, tables, yardsticks
 from fusewise.bench.baselines import caller
@@ -404,8 +405,9 @@ def test_info_names_versions_and_implementations(capsys):
     assert cli.main(["info"]) == 0
     shown = capsys.readouterr().out
     assert f"fusewise: {fusewise.__version__}" in shown
-    for direction in ("forward", "backward"):
-        assert f"squeeze_excite {direction} on cpu, fastest first:" in shown
+    for operator in OPERATOR_NAMES:
+        for direction in ("forward", "backward"):
+            assert f"{operator} {direction} on cpu, fastest first:" in shown
     assert "  portable: takes 32 of 32 sample calls" in shown
     assert 'every operator: "torch" runs' in shown
 
@@ -413,6 +415,7 @@ def test_info_names_versions_and_implementations(capsys):
 def test_check_passes_here_and_sees_a_wrong_operator(capsys, monkeypatch):
     assert cli.main(["check", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("checking the operators on cpu (")  # said before the first check
     assert "Checks against the reference on cpu; each row forces one implementation" in shown
     for dtype in ("float32", "float16", "bfloat16", "float64"):
         for layout in ("contiguous", "channels_last"):

@@ -9,9 +9,17 @@ from torch._subclasses import FakeTensorMode
 
 import autoencoder_reference
 import batch_norm_excite_reference
+import fusewise
 import linear_reference
 import reference
-from fusewise.functional import batch_norm_excite, li_conv, linear_act, mlp, squeeze_excite
+from fusewise.functional import (
+    batch_norm_act,
+    batch_norm_excite,
+    li_conv,
+    linear_act,
+    mlp,
+    squeeze_excite,
+)
 from fusewise.models._autoencoder import autoencoder
 
 
@@ -28,6 +36,11 @@ def chain(**changes):
     tensors = {name: getattr(case, name) for name in case.names}
     statistics = {name: getattr(case, name) for name in ("running_mean", "running_var")}
     return batch_norm_excite, {**tensors, **statistics, **case.options}, changes
+
+
+def norm(**changes):
+    named = {"x": zeros(2, 6, 4, 5), "running_mean": zeros(6), "running_var": zeros(6)}
+    return batch_norm_act, named, {"training": True, **changes}
 
 
 def model(**changes):
@@ -130,6 +143,8 @@ MISTAKES = {
     "num_batches_tracked: expected dtype int64, got float32": lambda: chain(
         num_batches_tracked=zeros()
     ),
+    "running_mean: expected memory that no other tensor of the call uses, got memory that overlaps "
+    "running_var": lambda: chain(**dict.fromkeys(("running_mean", "running_var"), zeros(6))),
     "activation: expected 'identity', 'relu', 'relu6', 'silu' or 'hardswish', got 'gelu'": (
         lambda: chain(activation="gelu")
     ),
@@ -245,6 +260,57 @@ def test_one_mistake_has_one_message(message):
     with pytest.raises(RuntimeError) as transformed:
         torch.func.vmap(lambda _: function(**arguments), randomness="same")(torch.zeros(1))
     assert str(transformed.value) == message
+
+
+WRONG_TYPES = {
+    "w1: expected a tensor, got None": lambda: excitation(w1=None),
+    "w: expected a tensor, got None": lambda: layer(w=None),
+    "norm_bias: expected a tensor, got None": lambda: model(norm_bias=None),
+    "gate: expected 'sigmoid' or 'hardsigmoid', got 3": lambda: excitation(gate=3),
+    "running_var: expected a tensor or None, got float": lambda: norm(running_var=1.0),
+    "training: expected True or False, got 'yes'": lambda: norm(training="yes"),
+    "momentum: expected a number or None, got 'x'": lambda: norm(momentum="x"),
+    "momentum: expected a number that is not negative, or None, got -0.5": lambda: norm(
+        momentum=-0.5
+    ),
+    "eps: expected a number, got None": lambda: norm(eps=None),
+    "training: expected True or False, got [1]": lambda: chain(training=[1]),
+    "momentum: expected a number that is not negative, or None, got -1": lambda: chain(momentum=-1),
+    "eps: expected a number, got '1e-5'": lambda: chain(eps="1e-5"),
+    "stride: expected a whole number, got '2'": lambda: streams(stride="2"),
+    "padding: expected a whole number, got 1.5": lambda: streams(padding=1.5),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_TYPES)
+@pytest.mark.parametrize("gradient", [False, True], ids=["no_grad", "grad"])
+def test_an_argument_of_another_type_has_one_message(message, gradient):
+    function, named, changes = WRONG_TYPES[message]()
+    arguments = named | changes
+    if gradient and isinstance(arguments["x"], torch.Tensor):
+        arguments["x"].requires_grad_()
+
+    def forced():
+        with fusewise.implementation("torch"):
+            function(**arguments)
+
+    def transformed():
+        torch.func.vmap(lambda _: function(**arguments), randomness="same")(torch.zeros(1))
+
+    for way in (lambda: function(**arguments), forced, transformed):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            way()
+        assert str(raised.value) == message
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises((TypeError, ValueError)) as raised,
+    ):
+        function(**arguments)
+    assert str(raised.value) == message
+    compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=False)
+    with pytest.raises(Exception, match="Error") as caught:
+        compiled(**arguments)
+    assert message.replace("'", "\\'") in str(caught.value) or message in str(caught.value)
 
 
 def test_cpp_has_the_same_messages():

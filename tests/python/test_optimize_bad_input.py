@@ -1,6 +1,7 @@
 """`fusewise.optimize` on what it cannot work on: skipped with the reason, or a clear error."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -78,6 +79,27 @@ def test_inputs_that_do_not_run_through_the_model(inject, inputs, said):
         fusewise.optimize(model, inputs)
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("form, name", [(lambda x: x, "0"), (lambda x: {"x": x}, "x")])
+def test_inputs_that_are_not_finite(inject, value, form, name):
+    x = draw(IMAGE)
+    x[1, 2, 3, 4] = value
+    said = f"^example_inputs: expected finite values, got NaN or infinity in input {name}, .*False$"
+    with pytest.raises(ValueError, match=said):
+        fusewise.optimize(Stem(nn.Identity()), form(x))
+    fusewise.optimize(Stem(nn.Identity()), form(x), verify=False)
+
+
+def test_a_mask_of_infinities_that_the_output_does_not_see(inject):
+    class Masked(Head):
+        def forward(self, x, mask):
+            return super().forward(F.scaled_dot_product_attention(x, x, x, mask))
+
+    mask = torch.full((ROWS[0], ROWS[0]), -math.inf).triu(1)
+    _, report = fusewise.optimize(Masked(nn.ReLU()), (draw(ROWS), mask))
+    assert report.swapped
+
+
 @pytest.mark.parametrize("inputs", [(draw(IMAGE),), [draw(IMAGE)], {"x": draw(IMAGE)}])
 def test_forms_of_inputs(inject, inputs):
     _, report = fusewise.optimize(Stem(nn.Identity()), inputs)
@@ -91,7 +113,8 @@ def test_forms_of_inputs(inject, inputs):
         (
             lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 4))),
             TypeError,
-            "model: expected an ordinary module, got a scripted one; optimize it first",
+            "model: expected an ordinary module, got a scripted one; pass the module that was "
+            "scripted, and use torch.compile or torch.export on the result, because",
         ),
         (
             lambda: torch.compile(Head(nn.ReLU())),

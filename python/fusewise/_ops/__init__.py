@@ -14,7 +14,7 @@ from ._library import (
     refuse_onnx,
     rephrased,
 )
-from ._operator import Operator, has_adjacent_channels, wide_dtype
+from ._operator import Operator, has_adjacent_channels, wide_dtype, wrong_number, wrong_whole
 from .autoencoder import AUTOENCODER, AUTOENCODER_WEIGHTS
 from .batch_norm import (
     BATCH_NORM_ACT,
@@ -57,5 +57,7 @@ __all__ = [
     "refuse_onnx",
     "rephrased",
     "wide_dtype",
+    "wrong_number",
+    "wrong_whole",
     "wrong_words",
 ]

@@ -136,10 +136,12 @@ class Operator:
                 mask, count = mask | 1 << i, count + 1
         return mask, _taker(places)
 
-    def wrong_type(self, tensors, words=()) -> TypeError | None:
-        """A TypeError that names the first argument that is not a tensor or not a string, or None.
+    def wrong_type(self, tensors, words=(), flags=(), numbers=()) -> TypeError | None:
+        """A TypeError that names the first argument of another type than the operator takes, or
+        None.
 
-        Called after a failure, whose own message would be about attributes and schemas.
+        Called after a failure, whose own message would be about attributes and schemas, and by
+        `torch.compile`, which does not hand such a failure on.
         """
         for rule, value in zip(self.inputs, tensors, strict=True):
             if not isinstance(value, Tensor) and not (rule.optional and value is None):
@@ -150,6 +152,18 @@ class Operator:
         for name, word in zip(self.choices, words, strict=False):
             if not isinstance(word, str):
                 return self.wrong_word(name, word)
+        return self.wrong_scalar(flags, numbers)
+
+    def wrong_scalar(self, flags, numbers) -> TypeError | None:
+        """The same for flags and numbers alone."""
+        for names, values, wrong in (
+            (self.flags, flags, wrong_flag),
+            (self.numbers, numbers, wrong_number),
+        ):
+            for name, value in zip(names, values, strict=False):
+                error = wrong(name, value)
+                if error is not None:
+                    return error
         return None
 
     def wrong_word(self, choice: str, word: str, name: str = "") -> Exception | None:
@@ -165,9 +179,9 @@ class Operator:
         *rest, last = map(repr, self.choices[choice])
         return f"{', '.join(rest)} or {last}" if rest else last
 
-    def check(self, tensors, words) -> dict[str, int]:
+    def check(self, tensors, words, flags=(), numbers=()) -> dict[str, int]:
         """Raises what the operator would raise; returns the size of each letter in the shapes."""
-        if error := self.wrong_type(tensors, words):
+        if error := self.wrong_type(tensors, words, flags, numbers):
             raise error
         return self._check(list(zip(self.inputs, tensors, strict=True)), words)
 
@@ -201,6 +215,7 @@ class Operator:
                 self._check_shape(rule, tensor, sizes)
             _check_device(rule.name, tensor, first.device)
         self._check_types(given)
+        self._check_updated(given)
         return sizes
 
     def _check_shape(self, rule, tensor, sizes):
@@ -243,13 +258,23 @@ class Operator:
                 wanted = f"{first}'s dtype {_name(expected)}"
                 _refuse(f"{rule.name}: expected {wanted}, got {_name(dtype)}")
 
+    @staticmethod
+    def _check_updated(given):
+        """The core sees the memory; a tracer only sees that two of them are one tensor."""
+        updated = [(rule.name, tensor) for rule, tensor in given if rule.role == "updated"]
+        for i, (name, tensor) in enumerate(updated):
+            for other, second in updated[i + 1 :]:
+                if tensor is second:
+                    own = "memory that no other tensor of the call uses"
+                    _refuse(f"{name}: expected {own}, got memory that overlaps {other}")
+
     def fake_forward(self, *arguments):
         """The fake kernel: outputs of the right shape, dtype and layout, without data."""
         refuse_onnx(self.name)
         count = len(self.inputs)
         tensors, words = arguments[:count], arguments[count : count + len(self.choices)]
         save = arguments[-2]
-        sizes = self._check(list(zip(self.inputs, tensors, strict=True)), words)
+        sizes = self.check(tensors, words)
         named = dict(zip((rule.name for rule in self.inputs), tensors, strict=True))
         (output,) = _with_word(self._outputs, words)
         if output.shape in named:
@@ -316,6 +341,28 @@ class Operator:
         if rule.layout == "any" and len(shape) >= 4 and has_adjacent_channels(tensors[0]):
             return torch.empty_like(result.movedim(-3, -1).contiguous()).movedim(-1, -3)
         return result
+
+
+def wrong_flag(name: str, value) -> TypeError | None:
+    """The error for a flag that torch's schemas do not take, or None. They take what has a truth
+    value of its own."""
+    if isinstance(value, (bool, int)) or hasattr(value, "__bool__"):
+        return None
+    return TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def wrong_number(name: str, value, wanted: str = "a number") -> TypeError | None:
+    """The same for a float. They take what converts to one."""
+    if isinstance(value, (float, int)) or hasattr(value, "__float__"):
+        return None
+    return TypeError(f"{name}: expected {wanted}, got {value!r}")
+
+
+def wrong_whole(name: str, value) -> TypeError | None:
+    """The same for an int."""
+    if isinstance(value, int) or hasattr(value, "__index__"):
+        return None
+    return TypeError(f"{name}: expected a whole number, got {value!r}")
 
 
 def _taker(places: list[int]):

@@ -9,22 +9,29 @@ from .cases import recast
 from .families import FAMILIES, Family
 from .families.family import BOTH, DTYPES, Case
 from .measure import Call
+from .progress import Progress
 from .tasks import usable_device
 from .verify import Verification
 
 
-def run(device: str) -> tuple[Table, list[str], bool]:
+def run(device: str, progress: Progress) -> tuple[Table, list[str], bool]:
     """Returns the table, its summary, and whether every check passed."""
     device = usable_device(device)
+    steps = [
+        (family, dtype, layout)
+        for family in FAMILIES.values()
+        for dtype in DTYPES
+        for layout in family.layouts
+    ]
+    progress.start(f"checking the operators on {device}", len(steps))
     rows = []
-    for family in FAMILIES.values():
-        for dtype in DTYPES:
-            for layout in family.layouts:
-                checks = _checks(family, recast(list(family.checked), dtype, layout), device)
-                rows += [
-                    [family.name, dtype, layout, name, *_cells(found)]
-                    for name, found in checks.items()
-                ]
+    for family, dtype, layout in steps:
+        progress.now(f"{family.name} {dtype} {layout}")
+        checks = _checks(family, recast(list(family.checked), dtype, layout), device)
+        rows += [
+            [family.name, dtype, layout, name, *_cells(found)] for name, found in checks.items()
+        ]
+        progress.advance()
     header = ["operator", "dtype", "layout", "forced", "verdict", "error", "allowed"]
     title = f"Checks against the reference on {device}; each row forces one implementation"
     table = Table(title, header, rows, text_columns=5, keep=5)

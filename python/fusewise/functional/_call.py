@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .. import _ops
 from .._explain import record, record_torch
@@ -47,8 +48,14 @@ class Function:
     ) -> Tensor:
         forced = getattr(settings, self.name)
         if forced == TORCH or needs_formula():
+            if error := self.operator.wrong_scalar(flags, numbers):
+                raise error
             return self._with_torch(tensors, self.arguments(words, flags, numbers), forced)
         refuse_exporters(self.name, tensors[0])
+        if is_dynamo_compiling():
+            error = self.operator.wrong_type(tensors, words, flags, numbers)
+            if error is not None:  # torch.compile does not trace the truth value of an exception
+                raise error
         wants_gradient = False
         if torch.is_grad_enabled():
             try:
@@ -66,15 +73,17 @@ class Function:
             else:
                 y = self._forward(*tensors, *words, *flags, *numbers, False, forced)[0]
         except (RuntimeError, ValueError) as error:
-            raise self.clear(error, tensors, words) from None
+            raise self.clear(error, tensors, words, flags, numbers) from None
         if settings.records is not None:
             self.record(tensors, words, (*flags, *numbers), wants_gradient)
         return y
 
-    def clear(self, error, tensors, words):
+    def clear(self, error, tensors, words, flags, numbers):
         """The error that the user should see."""
+        if wrong := self.operator.wrong_type(tensors, words, flags, numbers):
+            return wrong
         named = zip((rule.name for rule in self.operator.inputs), tensors, strict=True)
-        return self.operator.wrong_type(tensors, words) or _ops.rephrased(error, **dict(named))
+        return _ops.rephrased(error, **dict(named))
 
     def formula_gradients(self, kept, words, flags, needed, gradient):
         """The gradients by torch's autograd on the formula. `kept`: the inputs, then the tensor

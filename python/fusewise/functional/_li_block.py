@@ -12,7 +12,7 @@ from .._settings import settings
 from .._torch_private import is_batched_gradient
 from ._products import product_math, without_autocast
 from ._transforms import direct_apply, formula_gradients, needs_graph
-from .batch_norm import batch_norm_act
+from .batch_norm import batch_norm_act, given_momentum
 from .li_conv import cast_images, copies_that_fit, copies_to_keep, li_conv
 
 
@@ -52,7 +52,7 @@ def li_block(
         `[S + 1, N, K, P, Q]`; with `integrated_only` `[N, K, P, Q]`.
     """
     x, *weights = cast_images([x], weights, keep_float32=True)
-    numbers = (-1.0 if momentum is None else momentum, eps)
+    numbers = (given_momentum(momentum), eps)
     tensors = _Tensors(x, weights, norms, blanked)
     call = (options, numbers, product_math(x, "conv"), (settings.li_conv, settings.batch_norm_act))
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *norms)):

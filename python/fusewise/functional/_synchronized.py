@@ -46,7 +46,7 @@ def synchronized(function, tensors, words, flags, numbers, process_group) -> Ten
     try:
         y = _direct_apply(call, *tensors)
     except (RuntimeError, ValueError, AttributeError) as error:
-        raise function.clear(error, tensors, words) from None
+        raise function.clear(error, tensors, words, flags, numbers) from None
     if settings.records is not None:
         x = tensors[0]
         shape = (*x.shape[:-4], 3, x.shape[-3])
@@ -60,7 +60,7 @@ class _Call(torch.autograd.Function):
     def forward(ctx, call, *tensors):
         function, words, flags, numbers, forced, _, process_group = call
         operator = function.operator
-        operator.check(tensors, words)  # before the others wait for this process
+        operator.check(tensors, words, flags, numbers)  # before the others wait for this process
         own = _ops.batch_norm_statistics(tensors[0], tensors[operator.index["blanked"]])
         tensors = (*tensors[:-1], _combined(own, process_group))
         y, saved = operator.forward(*tensors, *words, *flags, *numbers, True, forced)

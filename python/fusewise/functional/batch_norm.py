@@ -42,15 +42,15 @@ def batch_norm_act(
             their own. Then everything that is `[C]` below is `[S, C]`. Any strides; channels_last
             is the fastest layout. float32, float64, float16 or bfloat16.
         running_mean, running_var: `[C]`, x's dtype, or float32 beside half-precision x. Both or
-            None; without them the statistics are those of x, in inference too. Training updates
-            them in place.
+            None, not one tensor twice; without them the statistics are those of x, in inference
+            too. Training updates them in place.
         weight, bias: `[C]` or None, the dtype of the running statistics.
         residual: x's shape and dtype, or None.
         activation: "identity", "relu", "relu6", "silu" or "hardswish".
         training: Whether the statistics are those of x.
-        momentum: The weight of x's statistics in the running ones. None: the running ones become
-            the average over all calls, which `num_batches_tracked` counts.
-        eps: Added to the variance.
+        momentum: The weight of x's statistics in the running ones, not negative. None: the running
+            ones become the average over all calls, which `num_batches_tracked` counts.
+        eps: Added to the variance; not negative.
         num_batches_tracked: int64 scalar or None; training adds one to it, on its device. Or `[S]`:
             only to those of the streams that have at least two values.
         blanked: bool `[N]` (`[S, N]`) or None. True where a sample is absent: its values do not
@@ -89,10 +89,26 @@ def batch_norm_act(
     else:
         function, tensors = _call, (*statistics, residual, num_batches_tracked, blanked, None)
     words, flags = (activation,), (training,)
-    numbers = (-1.0 if momentum is None else momentum, eps)
+    numbers = (given_momentum(momentum), eps)
     if shared:
         return synchronized(function, tensors, words, flags, numbers, process_group)
     return function(tensors, words, flags, numbers)
+
+
+def given_momentum(momentum: float | None) -> float:
+    """The operator's momentum, which is negative for None."""
+    if momentum is None:
+        return -1.0
+    if isinstance(momentum, float) and momentum >= 0:
+        return momentum
+    error = _ops.wrong_number("momentum", momentum, "a number or None")
+    if error is not None:
+        raise error
+    if momentum < 0:
+        raise ValueError(
+            f"momentum: expected a number that is not negative, or None, got {momentum:g}"
+        )
+    return momentum
 
 
 def refuse_one_value(x: Tensor) -> None:

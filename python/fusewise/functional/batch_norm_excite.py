@@ -9,6 +9,7 @@ from .batch_norm import (
     ACTIVATIONS,
     activated,
     affine,
+    given_momentum,
     normalized,
     plainly_normalized,
     refuse_one_value,
@@ -44,9 +45,9 @@ def batch_norm_excite(
     Args:
         x: `[N, C, H, W]`, any strides; channels_last is the fastest layout. float32, float64,
             float16 or bfloat16.
-        running_mean, running_var: `[C]`. Both or None; without them the statistics are those of x,
-            in inference too. Training updates them in place. They and the six parameters share one
-            dtype: x's, or float32 if x is float16 or bfloat16.
+        running_mean, running_var: `[C]`. Both or None, not one tensor twice; without them the
+            statistics are those of x, in inference too. Training updates them in place. They and
+            the six parameters share one dtype: x's, or float32 if x is float16 or bfloat16.
         weight, bias: `[C]` or None.
         w1: `[R, C]` or `[R, C, 1, 1]`.
         b1: `[R]` or None.
@@ -56,9 +57,9 @@ def batch_norm_excite(
         hidden_activation: "silu", "relu" or "hardswish".
         gate: "sigmoid" or "hardsigmoid".
         training: Whether the statistics are those of x.
-        momentum: The weight of x's statistics in the running ones. None: the running ones become
-            the average over all calls, which `num_batches_tracked` counts.
-        eps: Added to the variance.
+        momentum: The weight of x's statistics in the running ones, not negative. None: the running
+            ones become the average over all calls, which `num_batches_tracked` counts.
+        eps: Added to the variance; not negative.
         num_batches_tracked: int64 scalar or None; training adds one to it, on its device.
 
     There is no residual, no max-pool, no dimension for streams, no `blanked` and no process group.
@@ -88,7 +89,7 @@ def batch_norm_excite(
         refuse_one_value(x)
     tensors = (x, running_mean, running_var, weight, bias, w1, b1, w2, b2, num_batches_tracked)
     words = (activation, hidden_activation, gate)
-    return _call(tensors, words, (training,), (-1.0 if momentum is None else momentum, eps))
+    return _call(tensors, words, (training,), (given_momentum(momentum), eps))
 
 
 class _ExciteFunction(Function):

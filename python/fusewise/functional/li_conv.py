@@ -69,6 +69,10 @@ def li_conv(
     images = list(x) if isinstance(x, (list, tuple)) else [x]
     if forced != TORCH:
         refuse_exporters("li_conv", images[0] if images else None)
+    for name, value in (("stride", stride), ("padding", padding)):
+        error = _ops.wrong_whole(name, value)
+        if error is not None:
+            raise error
     weights, mix = _checked(images, weights, mix, previous)
     options = (stride, padding, not integrated_only)
     if forced == TORCH or needs_formula():

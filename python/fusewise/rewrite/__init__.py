@@ -63,8 +63,9 @@ def optimize(
         `report.to_dict()`. `report.restore()` gives the original model back.
 
     Raises:
-        ValueError, TypeError: Naming the argument: inputs that do not run through the model, a
-            model on several devices, a scripted or compiled model.
+        ValueError, TypeError: Naming the argument: inputs that do not run through the model or
+            make its output NaN or infinite, a model on several devices, a scripted or compiled
+            model.
 
     Example:
         >>> import torch, fusewise

@@ -113,6 +113,13 @@ class Work:
                 "example_inputs: expected inputs that run through the model, but it raised "
                 f"{type(error).__name__}: {said}"
             ) from error
+        finite = all(output.isfinite().all() for output in outputs)
+        if self.options.verify and not finite and (name := self.setting.not_finite()):
+            raise ValueError(
+                f"example_inputs: expected finite values, got NaN or infinity in {name}, which "
+                "reaches the output, so that nothing can be verified; pass typical data, or "
+                "verify=False"
+            )
         if not outputs:
             wanted = "an output that needs a gradient" if training else "a floating output"
             raise ValueError(f"model: expected {wanted}, got none")

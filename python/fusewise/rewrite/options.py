@@ -49,7 +49,11 @@ def check_model(model: nn.Module, training: bool) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("model: expected an ordinary module, got a scripted one; optimize it first")
+        raise TypeError(
+            "model: expected an ordinary module, got a scripted one; pass the module that was "
+            "scripted, and use torch.compile or torch.export on the result, because "
+            "torch.jit.script cannot compile fused operators"
+        )
     if is_compiled(model):
         raise TypeError(
             "model: expected an ordinary module, got a compiled one; pass the module itself and "

@@ -93,6 +93,15 @@ class Setting:
         leaves = tree_leaves((self.args, self.kwargs))
         return [list(value.shape) for value in leaves if isinstance(value, Tensor)]
 
+    def not_finite(self) -> str:
+        """The first floating input that has NaN or infinity, as in "input 0"; '' if none has."""
+        for name, value in (*enumerate(self.args), *self.kwargs.items()):
+            for leaf in tree_leaves(value):
+                floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+                if floating and not leaf.isfinite().all():
+                    return f"input {name}"
+        return ""
+
     @contextlib.contextmanager
     def autocast(self):
         """As around one step of a training loop: casts of weights are kept no longer than that."""

@@ -346,14 +346,15 @@ FAMILY = Family(
             name,
             shape,
             "float32",
-            extra={"activation": activation, "residual": residual},
+            extra={"activation": activation, "residual": residual, **variant},
         )
-        for name, shape, activation, residual in (
-            ("64x28 add relu", (4, 64, 28, 28), "relu", "add"),
-            ("1632x12 silu", (2, 1632, 12, 12), "silu", "none"),
-            ("odd 65x7 hardswish", (3, 65, 7, 5), "hardswish", "add"),
-            ("3x33 relu6", (2, 3, 33, 31), "relu6", "none"),
-            ("8x9 identity", (5, 8, 9, 9), "identity", "add"),
+        for name, shape, activation, residual, variant in (
+            ("64x28 add relu", (4, 64, 28, 28), "relu", "add", {}),
+            ("16x21 relu max-pool", (2, 16, 21, 20), "relu", "none", {"variant": MAX_POOL}),
+            ("1632x12 silu", (2, 1632, 12, 12), "silu", "none", {}),
+            ("odd 65x7 hardswish", (3, 65, 7, 5), "hardswish", "add", {}),
+            ("3x33 relu6", (2, 3, 33, 31), "relu6", "none", {}),
+            ("8x9 identity", (5, 8, 9, 9), "identity", "add", {}),
         )
     ),
 )
