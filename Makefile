@@ -14,6 +14,9 @@ BIN := $(CURDIR)/.venv/bin
 # CMake finds ninja on the path.
 CMAKE := PATH="$(BIN):$$PATH" $(BIN)/cmake
 CTEST := PATH="$(BIN):$$PATH" $(BIN)/ctest -j $(shell nproc)
+# Several processes at once. With all cores each, they would only wait for each other.
+WORKERS := $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
+PYTEST := OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 CXX_FILES = $$(find include src bindings tests/cpp tests/fuzz examples benchmarks lab \
 	-name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
@@ -41,9 +44,8 @@ format: setup  ## format all code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint build test-core  ## lint, C++ tests, Python tests, and the core alone
-	$(CTEST) --preset dev
-	$(BIN)/python -m pytest
+test: lint build test-core  ## lint, Python tests, and the core with its C++ tests
+	$(PYTEST)
 
 test-core: setup  ## build, test, install and use the C++ core without Python and torch
 	$(CMAKE) --preset core

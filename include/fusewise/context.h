@@ -56,7 +56,7 @@ class Gemm {
 };
 
 /// Computes convolutions without bias, dilation and groups. A framework or program that has a fast
-/// library passes it here.
+/// library passes it here. On the CPU it is not asked for those that a GEMM computes faster.
 class Convolution {
  public:
   virtual ~Convolution() = default;
