@@ -60,14 +60,14 @@ class Setting:
         args, kwargs = tree_map(convert, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs, dtype=None, computed_in=dtype)
 
-    def rounded_inputs(self) -> "Setting":
+    def rounded_inputs(self, seed: int) -> "Setting":
         """Each floating input value is changed by one rounding error of the computation."""
         eps = torch.finfo(self.computed_in).eps
 
         def round_again(value):
             if not (isinstance(value, Tensor) and value.is_floating_point()):
                 return value
-            generator = torch.Generator(value.device).manual_seed(1)
+            generator = torch.Generator(value.device).manual_seed(seed)
             signs = torch.empty_like(value).bernoulli_(0.5, generator=generator) * 2 - 1
             return value * (1 + eps * signs)
 
