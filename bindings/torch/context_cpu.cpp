@@ -45,6 +45,7 @@ class TorchGemm : public Gemm {
     constexpr std::int64_t kTiny = 4096;  // multiplications
     if (a.numel() * d.sizes[1] <= kTiny || is_slow(a, d)) return false;
     const Tensor left = tensor_of(a), right = tensor_of(b), out = tensor_of(d);
+    // The same tensor, not another view of it: torch then adds in place, without a copy.
     const Tensor added = !c.defined() || c.data == d.data ? out : tensor_of(c);
     const AOTITorchError status =
         c.defined()

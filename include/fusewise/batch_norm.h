@@ -20,8 +20,8 @@
 /// native; any other strides work too, and x, residual, y and their gradients may each have their
 /// own. All other tensors are dense. Blanked samples: their values do not matter, NaN included.
 /// They do not count in the statistics, their y is 0, and so are their dx and dresidual. Memory:
-/// see tensor.h; no output may overlap an input or another output. Errors: `Error`, before anything
-/// is written.
+/// see tensor.h; no output and no running statistic may overlap another tensor. Errors: `Error`,
+/// before anything is written.
 namespace fusewise {
 
 inline constexpr Activation kBatchNormActivations[] = {Activation::identity, Activation::relu,

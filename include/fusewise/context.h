@@ -41,8 +41,8 @@ class Gemm {
   /// Requirements on the call: all tensors have one dtype, float32, float64, float16 or bfloat16,
   /// and no size is 0. a and b have strides [s, 1] (contiguous rows) or [1, s] (contiguous
   /// columns), where s is at least the size of the other dimension. d and a c [M, N] have strides
-  /// [s, 1], a c [N] is dense. c may be d itself. Otherwise d overlaps none of the others, and its
-  /// old contents must not be read.
+  /// [s, 1], a c [N] is dense. c may be d itself. Apart from that, d overlaps no other tensor, and
+  /// its old contents must not be read.
   ///
   /// Guarantees of the result: sums are at least float32 (float64 for float64), and c is added
   /// before the sum is rounded to the dtype. The same call gives the same bits every time.

@@ -21,7 +21,8 @@
 /// the same for all tensors of a call. Sums are float32 (float64 for float64); the CPU's own
 /// convolution rounds partial sums of half precision. Layouts: u, y, du and dy are channels-last
 /// without gaps; mix, previous, dmix and dprevious are dense; x, w, m and their gradients may have
-/// any strides. Convolutions on the CPU: `Context::convolution`, or without it loops of its own. On
+/// any strides. Convolutions on the CPU: `Context::convolution`, or without it loops of its own. In
+/// float32 and float64, channels-last, those with R = 1 or with N P Q <= K are GEMMs instead. On
 /// CUDA: cuDNN, if the build has its headers, the process has libcudnn.so.9, x is channels-last and
 /// not float64, and w is dense as [K, R, R, C]; else `Context::convolution`. Where t > 1, m is read
 /// by a convolution too. Memory: see tensor.h; no output may overlap an input or another output.

@@ -32,8 +32,9 @@ class GemmLoops {
     const Index parts = parts_of(rows, columns, inner);
     const Scratch<T> others(context_, (parts - 1) * rows * columns);
     const Index d_stride = matrix_of(d).stride, c_stride = c.rank == 2 ? matrix_of(c).stride : 0;
-    const Index group = kPanels * width(), groups = divide_up(columns, group);
-    const Index ranges = ranges_of(rows, groups * parts);
+    const Index panels = divide_up(columns, width()), groups = divide_up(panels, kPanels);
+    const Index group = divide_up(panels, groups) * width();
+    const Index ranges = ranges_of(rows, groups * parts, panels % groups == 0);
     const Index range = divide_up(divide_up(rows, ranges), kRowsAtOnce) * kRowsAtOnce;
     const Index depth = divide_up(std::max<Index>(inner, 1), parts);
     parallel_for(context_, parts * groups * ranges, [&](Index begin, Index end) {
@@ -95,9 +96,10 @@ class GemmLoops {
   /// How much of a sum the panels are packed for.
   static Index segment_of(Index inner) { return kBlocks ? std::min(inner, kSegment) : inner; }
 
-  /// Into how many ranges of rows a task is divided. Each range packs the panels again.
-  Index ranges_of(Index rows, Index tasks) const {
-    if (tasks % threads(context_) == 0) return 1;
+  /// Into how many ranges of rows a task is divided. Each range packs the panels again, so there is
+  /// only one where the threads have equal shares without more.
+  Index ranges_of(Index rows, Index tasks, bool equal) const {
+    if (equal && tasks % threads(context_) == 0) return 1;
     const Index wanted = divide_up(kTasksOfAThread * threads(context_), tasks);
     return std::clamp<Index>(wanted, 1, divide_up(rows, kFewestRows));
   }
@@ -129,14 +131,15 @@ class GemmLoops {
           }
           T* const to = t.d + row * t.d_stride;
           // The first block of a sum adds c, the others add what the ones before them stored.
-          const bool later = first + i > 0, nothing = !later && t.c == nullptr;
+          const bool later = first + i > 0;
           const Index stride = later ? t.d_stride : t.c_stride;
-          const T* const added = later ? to : nothing ? nullptr : t.c + row * stride;
+          const T* added = later ? to : t.c;
+          if (!later && added != nullptr) added += row * stride;
           for (Index column = 0; column < t.columns; column += width()) {
             kernels_.multiply(from, copies ? Strides{1, kCopyRows} : a,
                               panels + column / width() * panel + i * width(), depth,
-                              nothing ? nullptr : added + column, stride, to + column, t.d_stride,
-                              rows, t.columns - column);
+                              added == nullptr ? nullptr : added + column, stride, to + column,
+                              t.d_stride, rows, t.columns - column);
           }
         }
       }

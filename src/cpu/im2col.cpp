@@ -44,7 +44,7 @@ class Taps {
   Index rows() const { return x_.sizes[0] * p_ * q_; }
   Index rows_of_an_image() const { return p_ * q_; }
   Index width() const { return kernel_ * kernel_ * channels_; }
-  /// As many as there are output channels at least: every GEMM packs all weights.
+  /// At least as many rows as output channels, because every GEMM packs all weights.
   Index rows_of_a_block(Index channels) const {
     const Index wanted = kBlockBytes / (width() * static_cast<Index>(sizeof(T)));
     return std::min(std::max(wanted, channels), rows());

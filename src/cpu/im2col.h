@@ -1,7 +1,7 @@
 #pragma once
 
-// Convolutions for contexts without their own: each output pixel's values of x become a row of a
-// matrix, and a GEMM multiplies the rows by the weights.
+// Convolutions as GEMMs, for contexts without their own and where a GEMM is faster: each output
+// pixel's values of x become a row of a matrix, and a GEMM multiplies the rows by the weights.
 
 #include "cpu/li_conv_kernels.h"
 #include "cpu/linear_act_kernels.h"

@@ -1,7 +1,7 @@
-// LINet's convolution on the CPU. The context computes the convolutions, else im2col.cpp. The
-// integration is a GEMM for each stream, which adds to the ones before it: each stream is read
-// once. Half-precision streams are put side by side for a single GEMM, so that a sum is rounded
-// once. Bound by the GEMMs' arithmetic.
+// LINet's convolution on the CPU. The context computes the convolutions, except those that a GEMM
+// computes faster (im2col.cpp). The integration is a GEMM for each stream, which adds to the ones
+// before it: each stream is read once. Half-precision streams are put side by side for a single
+// GEMM, so that a sum is rounded once. Bound by the GEMMs' arithmetic.
 
 #include "common/li_conv.h"
 
@@ -107,8 +107,9 @@ class Operation {
   /// weights, and write to memory of their own. With at most as many pixels as channels, most of
   /// their time goes into converting between layouts.
   Convolution& convolution(const LiConvStream& stream, const TensorView& result) {
-    const bool few = as_matrix(result).sizes[0] <= result.sizes[1];
-    return kAddsGemms && (few || stream.w.sizes[2] == 1) ? im2col_ : convolution_;
+    const bool few = as_matrix(result).sizes[0] <= result.sizes[1] && is_channels_last(stream.w);
+    const bool no_taps = stream.w.sizes[2] == 1 && is_channels_last(stream.x);
+    return kAddsGemms && (few || no_taps) ? im2col_ : convolution_;
   }
 
   /// Calls body on pieces of [0, count), with a piece of work for each thread.
@@ -214,7 +215,8 @@ class Operation {
   }
 
   void previous_gradient(const LiConvBackward& call, const LiConvSizes& s) const {
-    const TensorView &dm = call.dm, dy = as_matrix(call.dy);
+    const TensorView& dm = call.dm;
+    const TensorView dy = as_matrix(call.dy);
     if (!call.add && Pixels::is_matrix(dm, call.stride)) {
       return multiply(dy, call.previous, {}, as_matrix(dm));
     }
