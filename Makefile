@@ -68,7 +68,7 @@ test-compat: build  ## test the built library under the newest torch, and a clea
 bench: build  ## measure against PyTorch; ARGS="--full --device cpu" and the like are passed on
 	$(BIN)/fusewise bench $(ARGS)
 
-fuzz-calls: build  ## check random calls of every operator; ARGS="mlp --seed 1" and the like are passed on
+fuzz-calls: build  ## check random calls of the operators but LINet's; ARGS="mlp --seed 1" and the like are passed on
 	$(BIN)/python tools/fuzz_calls.py $(ARGS)
 
 # With the python3 on the path where that has the right torch (nothing is installed), else .venv.

@@ -1,4 +1,4 @@
-"""Random calls of every operator, held to the accuracy rule.
+"""Random calls of every operator but LINet's, held to the accuracy rule.
 
     python3 tools/fuzz_calls.py [OPERATOR ...] [--device cuda] [--calls N] [--seed N] [--call I]
 

@@ -151,7 +151,9 @@ def _parser() -> _Parser:
     )  # fmt: skip
     out(optimize, "optimize-results", "report.html and report.json")
 
-    check = command("check", _check, "check every operator against its reference on this machine")
+    check = command(
+        "check", _check, "check all operators but LINet's against references on this machine"
+    )
     device(check)
 
     command("info", _info, "print versions, hardware and implementations, for bug reports")
