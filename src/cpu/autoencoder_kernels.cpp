@@ -26,7 +26,7 @@ constexpr int kVectors = 2;                  // vectors of rows in a full block
 constexpr int kTile = kBytes == 64 ? 8 : 4;  // times two vectors: as many as the registers hold
 
 template <typename A>
-using MaskOf = decltype(VectorOf<A>{} == VectorOf<A>{});
+using MaskOf = decltype(LanesOf<A>{} == LanesOf<A>{});
 template <typename A, int kVecs>
 constexpr Index kRows = kVecs * Memory<A>::kLanes;
 
@@ -75,10 +75,10 @@ void load_lanes(const Strided<const T>& from, Index row, Index count, Index fram
       if (from.feature == 1 && width == kLanes && here == kLanes) {
         transpose_square<A>(
             [&](Index i) { return Memory<T>::load(start + i * from.row); },
-            [&](Index i, VectorOf<A> value) { Memory<A>::store(to + i * kAll, value); });
+            [&](Index i, LanesOf<A> value) { Memory<A>::store(to + i * kAll, value); });
         continue;
       }
-      VectorOf<A> tile[kLanes] = {};
+      LanesOf<A> tile[kLanes] = {};
       for (Index i = 0; i < here; ++i) {
         tile[i] = load_row(start + i * from.row, from.feature, width);
       }
@@ -102,10 +102,10 @@ void store_lanes(const A* in, Index features, const Strided<T>& to, Index row, I
       if (to.feature == 1 && width == kLanes && here == kLanes) {
         transpose_square<A>(
             [&](Index i) { return Memory<A>::load(from + i * kAll); },
-            [&](Index i, VectorOf<A> value) { Memory<T>::store(start + i * to.row, value); });
+            [&](Index i, LanesOf<A> value) { Memory<T>::store(start + i * to.row, value); });
         continue;
       }
-      VectorOf<A> tile[kLanes] = {};
+      LanesOf<A> tile[kLanes] = {};
       for (Index i = 0; i < width; ++i) tile[i] = Memory<A>::load(from + i * kAll);
       transpose<A>(tile);
       for (Index i = 0; i < here; ++i) {
@@ -124,20 +124,20 @@ template <From kFrom, int kVecs, int kOutputs, typename A>
 void multiply_tile(const A* weights, Index output_step, Index input_step, Index inputs,
                    const A* bias, const A* in, A* out) {
   using M = Memory<A>;
-  VectorOf<A> sums[kOutputs][kVecs];
+  LanesOf<A> sums[kOutputs][kVecs];
   for (int n = 0; n < kOutputs; ++n) {
     for (int v = 0; v < kVecs; ++v) {
       if constexpr (kFrom == From::sums)
         sums[n][v] = M::load(out + (n * kVecs + v) * M::kLanes);
       else
-        sums[n][v] = broadcast<VectorOf<A>>(kFrom == From::bias ? bias[n] : A(0));
+        sums[n][v] = broadcast<LanesOf<A>>(kFrom == From::bias ? bias[n] : A(0));
     }
   }
   for (Index k = 0; k < inputs; ++k) {
-    VectorOf<A> value[kVecs];
+    LanesOf<A> value[kVecs];
     for (int v = 0; v < kVecs; ++v) value[v] = M::load(in + (k * kVecs + v) * M::kLanes);
     for (int n = 0; n < kOutputs; ++n) {
-      const auto weight = broadcast<VectorOf<A>>(weights[n * output_step + k * input_step]);
+      const auto weight = broadcast<LanesOf<A>>(weights[n * output_step + k * input_step]);
       for (int v = 0; v < kVecs; ++v) sums[n][v] = multiply_add(weight, value[v], sums[n][v]);
     }
   }
@@ -195,15 +195,15 @@ void outer_tile(const A* a, Index a_n, Index a_row, const A* b, Index b_row, Ind
     else
       return M::load(from);
   };
-  VectorOf<A> sums[kOutputs][kVecs];
+  LanesOf<A> sums[kOutputs][kVecs];
   for (int n = 0; n < kOutputs; ++n) {
     for (int v = 0; v < kVecs; ++v) sums[n][v] = load(out + n * out_n + v * M::kLanes);
   }
   for (Index row = 0; row < rows; ++row) {
-    VectorOf<A> value[kVecs];
+    LanesOf<A> value[kVecs];
     for (int v = 0; v < kVecs; ++v) value[v] = load(b + row * b_row + v * M::kLanes);
     for (int n = 0; n < kOutputs; ++n) {
-      const auto factor = broadcast<VectorOf<A>>(a[n * a_n + row * a_row]);
+      const auto factor = broadcast<LanesOf<A>>(a[n * a_n + row * a_row]);
       for (int v = 0; v < kVecs; ++v) sums[n][v] = multiply_add(factor, value[v], sums[n][v]);
     }
   }
@@ -259,8 +259,8 @@ void each(Index features, const F& f) {
 
 /// The sum over features of term(offset of the vector), for every row.
 template <typename A, typename F>
-VectorOf<A> add_features(Index features, Index step, const F& term) {
-  VectorOf<A> sums[4] = {};  // enough to hide the latency of an addition
+LanesOf<A> add_features(Index features, Index step, const F& term) {
+  LanesOf<A> sums[4] = {};  // enough to hide the latency of an addition
   Index i = 0;
   for (; i + 4 <= features; i += 4) {
     for (int k = 0; k < 4; ++k) sums[k] += term((i + k) * step);
@@ -276,13 +276,13 @@ void normalise(A* x, Index features, A* scales) {
   constexpr Index kAll = kRows<A, kVecs>;
   for (Index first = 0; first < kAll; first += M::kLanes) {
     const auto at = [&](Index place) { return M::load(x + place + first); };
-    const VectorOf<A> mean = add_features<A>(features, kAll, at) / A(features);
+    const LanesOf<A> mean = add_features<A>(features, kAll, at) / A(features);
     const auto deviation = [&](Index place) {
-      const VectorOf<A> d = at(place) - mean;
+      const LanesOf<A> d = at(place) - mean;
       return d * d;
     };
-    const VectorOf<A> variance = add_features<A>(features, kAll, deviation) / A(features);
-    const VectorOf<A> scale = A(1) / square_root(variance + A(1e-5));
+    const LanesOf<A> variance = add_features<A>(features, kAll, deviation) / A(features);
+    const LanesOf<A> scale = A(1) / square_root(variance + A(1e-5));
     M::store(scales + first, scale);
     for (Index i = 0; i < features; ++i) {
       M::store(x + i * kAll + first, (at(i * kAll) - mean) * scale);
@@ -305,12 +305,12 @@ void normalise_gradient(A* gradient, const A* weight, const A* normalised, Index
     const auto product = [&](Index place) {
       return at(place) * M::load(normalised + place + first);
     };
-    const VectorOf<A> mean = add_features<A>(features, kAll, at) / A(features);
-    const VectorOf<A> slope = add_features<A>(features, kAll, product) / A(features);
-    const VectorOf<A> scale = M::load(scales + first);
+    const LanesOf<A> mean = add_features<A>(features, kAll, at) / A(features);
+    const LanesOf<A> slope = add_features<A>(features, kAll, product) / A(features);
+    const LanesOf<A> scale = M::load(scales + first);
     for (Index i = 0; i < features; ++i) {
       const Index place = i * kAll;
-      const VectorOf<A> along = M::load(normalised + place + first) * slope;
+      const LanesOf<A> along = M::load(normalised + place + first) * slope;
       M::store(gradient + place + first, (at(place) - mean - along) * scale);
     }
   }
@@ -320,7 +320,7 @@ template <int kVecs, typename A>
 void affine(const A* in, const A* weight, const A* bias, Index features, A* out) {
   using M = Memory<A>;
   each<A, kVecs>(features, [&](Index i, Index place) {
-    const auto w = broadcast<VectorOf<A>>(weight[i]), b = broadcast<VectorOf<A>>(bias[i]);
+    const auto w = broadcast<LanesOf<A>>(weight[i]), b = broadcast<LanesOf<A>>(bias[i]);
     M::store(out + place, multiply_add(M::load(in + place), w, b));
   });
 }
@@ -338,8 +338,8 @@ template <int kVecs, typename A>
 void gelu(A* x, Index features, A* slopes) {
   using M = Memory<A>;
   each<A, kVecs>(features, [&](Index, Index place) {
-    const VectorOf<A> z = M::load(x + place);
-    const VectorOf<A> cdf = normal_cdf(z);
+    const LanesOf<A> z = M::load(x + place);
+    const LanesOf<A> cdf = normal_cdf(z);
     M::store(x + place, z * cdf);
     if (slopes != nullptr) M::store(slopes + place, multiply_add(z, normal_density(z), cdf));
   });
@@ -351,7 +351,7 @@ void add_rows(const A* a, const A* b, Index features, Index count, A* sums) {
   using M = Memory<A>;
   if (sums == nullptr) return;
   for (Index i = 0; i < features; ++i) {
-    VectorOf<A> sum{};
+    LanesOf<A> sum{};
     for (Index first = 0; first < count; first += M::kLanes) {
       const Index place = i * kRows<A, kVecs> + first, here = count - first;
       // Ignore the lanes past `count`: with infinite weights they would not be zero.
@@ -376,7 +376,7 @@ struct Infinite {
     for (int v = 0; v < kVecs; ++v) {
       MaskOf<A> found{};
       for (Index i = 0; i < features; ++i) {
-        const VectorOf<A> x = M::load(values + (i * kVecs + v) * M::kLanes);
+        const LanesOf<A> x = M::load(values + (i * kVecs + v) * M::kLanes);
         found |= (x == kInfinity) | (x == -kInfinity);
       }
       for (int i = 0; i < M::kLanes; ++i) {
@@ -570,7 +570,7 @@ void forward_block(const Model<A>& model, const Strided<const T>& x, const Outpu
   unfolded.look(p.z, size.latent);
   if (!model.foldable) unfolded.all();
   A* r = take(size.slice);
-  VectorOf<A> squares[kVecs] = {};
+  LanesOf<A> squares[kVecs] = {};
   for (Index f = 0; f < size.frames; ++f) {
     decode_block<kVecs>(model, f, p.z, unfolded, r, p.hidden);
     if (out.y.data != nullptr) {
@@ -581,7 +581,7 @@ void forward_block(const Model<A>& model, const Strided<const T>& x, const Outpu
     for (Index i = 0; i < size.mels; ++i) {
       for (int v = 0; v < kVecs; ++v) {
         const Index place = (i * kVecs + v) * M::kLanes;
-        const VectorOf<A> off = M::load(p.hidden + place) - M::load(p.input + place);
+        const LanesOf<A> off = M::load(p.hidden + place) - M::load(p.input + place);
         squares[v] = multiply_add(off, off, squares[v]);
       }
     }
@@ -612,7 +612,7 @@ void output_gradient(const Model<A>& model, const Strided<const T>& x,
   decode_block<kVecs>(model, frame, p.z, unfolded, r, p.hidden);
   load_lanes<kVecs>(x, row, count, frame, size.mels, p.input);
   each<A, kVecs>(size.mels, [&](Index, Index place) {
-    const VectorOf<A> off = M::load(p.hidden + place) - M::load(p.input + place);
+    const LanesOf<A> off = M::load(p.hidden + place) - M::load(p.input + place);
     M::store(dy + place, off * M::load(factors + place % kRows<A, kVecs>));
   });
 }
@@ -639,7 +639,7 @@ void decoder_gradient(const Model<A>& model, const Strided<const T>& x,
   }
   for (Index f = 0; f < size.frames; ++f) unfolded.look(dy + f * size.mels * kAll, size.mels);
   store_lanes<kVecs>(p.z, size.latent, Strided<A>{z_rows, size.latent, 0, 1}, 0, count, 0);
-  each<A, kVecs>(size.latent, [&](Index, Index place) { M::store(dz + place, VectorOf<A>{}); });
+  each<A, kVecs>(size.latent, [&](Index, Index place) { M::store(dz + place, LanesOf<A>{}); });
   for (Index f = 0; f < size.frames; ++f) {
     A* dy_f = dy + f * size.mels * kAll;
     A* folded_dy = dy_f;
@@ -793,7 +793,7 @@ Index scratch_elements(const Sizes& size, bool backward) {
 template <typename A>
 A dot(const A* a, const A* b, Index count) {
   using M = Memory<A>;
-  VectorOf<A> sums[2] = {};
+  LanesOf<A> sums[2] = {};
   Index i = 0;
   for (; i + 2 * M::kLanes <= count; i += 2 * M::kLanes) {
     for (int k = 0; k < 2; ++k) {
@@ -812,7 +812,7 @@ bool fold(const Sizes& size, const Tensors<const A*>& weights, A* inverse_length
   const Index width = size.frames * size.slice;
   for (Index l = 0; l < size.latent; ++l) {
     const A* row = weights.basis + l * width;
-    const A length = square_root(broadcast<VectorOf<A>>(dot(row, row, width)))[0];
+    const A length = square_root(broadcast<LanesOf<A>>(dot(row, row, width)))[0];
     inverse_lengths[l] = A(1) / (length < A(1e-12) ? A(1e-12) : length);
   }
   // Transpose the decoder, then multiply a row of the basis by it.

@@ -17,6 +17,10 @@ namespace fusewise::cpu {
 
 inline Strides strides_of(const TensorView& t) { return {t.strides[0], t.strides[1]}; }
 
+/// Whether a sum can be stored as T and added to later. Half precision would round it each time.
+template <typename T>
+constexpr bool kKeepsSums = std::is_same_v<T, AccumulatorOf<T>>;
+
 /// d = a b (+ c), with c as in `Gemm::multiply`. d has contiguous rows. The bits do not depend on
 /// the number of threads.
 template <typename T>
@@ -65,8 +69,8 @@ class GemmLoops {
   using Index = std::int64_t;
   using A = AccumulatorOf<T>;
 
-  /// Sums are rounded to T where they are stored between blocks, so only these types have blocks.
-  static constexpr bool kBlocks = std::is_same_v<T, A>;
+  /// Sums are stored between blocks.
+  static constexpr bool kBlocks = kKeepsSums<T>;
   static constexpr Index kRowsAtOnce = 6;   // of the kernel
   static constexpr Index kFewestRows = 12;  // of a task
   static constexpr Index kTasksOfAThread = 4;

@@ -4,7 +4,6 @@
 #include "cpu/im2col.h"
 
 #include <algorithm>
-#include <type_traits>
 
 #include "common/divide.h"
 #include "common/li_conv.h"
@@ -172,7 +171,6 @@ template <typename T>
 void Im2col<T>::weight_gradient(const TensorView& dy, const TensorView& x, Index stride,
                                 Index padding, const TensorView& dw) const {
   using A = AccumulatorOf<T>;
-  constexpr bool kAddsGemms = std::is_same_v<T, A>;  // others would round the sum of each block
   const Taps<T> taps(x, dw, stride, padding, dy);
   const Index width = taps.width(), channels = dw.sizes[0], all = channels * width;
   if (are_rows(x, dw, stride) && is_channels_last(dw)) {
@@ -180,10 +178,10 @@ void Im2col<T>::weight_gradient(const TensorView& dy, const TensorView& x, Index
                     matrix<T>(dw.data, dw, channels, width));
   }
   const Index block = taps.rows_of_a_block(channels);
-  const bool in_place = kAddsGemms && is_channels_last(dw);
+  const bool in_place = kKeepsSums<T> && is_channels_last(dw);
   const Scratch<T> columns(context_, block * width), part(context_, in_place ? 0 : all);
-  const Scratch<A> sums(context_, kAddsGemms ? 0 : all);
-  std::fill_n(sums.data(), kAddsGemms ? 0 : all, A(0));
+  const Scratch<A> sums(context_, kKeepsSums<T> ? 0 : all);
+  std::fill_n(sums.data(), kKeepsSums<T> ? 0 : all, A(0));
   const TensorView to = matrix<T>(in_place ? dw.data : part.data(), x, channels, width);
   const T* gradient = static_cast<const T*>(dy.data);
   for (Index first = 0; first < taps.rows(); first += block) {
@@ -192,10 +190,10 @@ void Im2col<T>::weight_gradient(const TensorView& dy, const TensorView& x, Index
     multiply(context_, gemm_,
              transposed(matrix<T>(gradient + first * channels, x, count, channels)),
              matrix<T>(columns.data(), x, count, width),
-             kAddsGemms && first > 0 ? to : TensorView(), to);
-    if (!kAddsGemms) kernels_.accumulate(part.data(), all, sums.data());
+             kKeepsSums<T> && first > 0 ? to : TensorView(), to);
+    if (!kKeepsSums<T>) kernels_.accumulate(part.data(), all, sums.data());
   }
-  if (!kAddsGemms) kernels_.round(sums.data(), all, part.data());
+  if (!kKeepsSums<T>) kernels_.round(sums.data(), all, part.data());
   if (!in_place) for_weights(dw, part.data(), [](const T& sum, T& value) { value = sum; });
 }
 

@@ -6,7 +6,6 @@
 #include "common/li_conv.h"
 
 #include <algorithm>
-#include <type_traits>
 
 #include "common/divide.h"
 #include "common/implementation.h"
@@ -45,7 +44,7 @@ class Operation {
       const TensorView u = stream_of(call.u, i);
       convolution(stream, u).forward(stream.x, stream.w, call.stride, call.padding, u);
     }
-    if constexpr (kAddsGemms) {
+    if constexpr (kKeepsSums<T>) {
       integrate(call, s);
     } else {
       integrate_at_once(call, s);
@@ -72,9 +71,6 @@ class Operation {
   }
 
  private:
-  /// Whether a GEMM may add to what another one rounded to T.
-  static constexpr bool kAddsGemms = std::is_same_v<T, AccumulatorOf<T>>;
-
   static T* data(const TensorView& t) { return static_cast<T*>(t.data); }
   static bool needs_gradient(const LiConvStream& stream) {
     return stream.dx.defined() || stream.dw.defined();
@@ -109,7 +105,7 @@ class Operation {
   Convolution& convolution(const LiConvStream& stream, const TensorView& result) {
     const bool few = as_matrix(result).sizes[0] <= result.sizes[1] && is_channels_last(stream.w);
     const bool no_taps = stream.w.sizes[2] == 1 && is_channels_last(stream.x);
-    return kAddsGemms && (few || no_taps) ? im2col_ : convolution_;
+    return kKeepsSums<T> && (few || no_taps) ? im2col_ : convolution_;
   }
 
   /// Calls body on pieces of [0, count), with a piece of work for each thread.

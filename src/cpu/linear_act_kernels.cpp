@@ -14,9 +14,6 @@ namespace fusewise::cpu::FUSEWISE_ISA {
 namespace {
 
 template <typename T>
-using LanesOf = typename Memory<T>::V;
-
-template <typename T>
 constexpr bool kHalf = sizeof(T) == 2;
 
 /// Columns processed at a time: whole bytes of bits, whole vectors.
@@ -224,12 +221,11 @@ void pack_square(const T* b, Index stride, Index steps, Index columns, Accumulat
   using M = Memory<T>;
   using S = Memory<A>;
   if (steps == S::kLanes && columns >= S::kLanes) {
-    transpose_square<A>(
-        [&](Index j) { return M::load(b + j * stride); },
-        [&](Index i, VectorOf<A> value) { S::store(panel + i * kPanel<T>, value); });
+    transpose_square<A>([&](Index j) { return M::load(b + j * stride); },
+                        [&](Index i, LanesOf<A> value) { S::store(panel + i * kPanel<T>, value); });
     return;
   }
-  VectorOf<A> tile[S::kLanes] = {};
+  LanesOf<A> tile[S::kLanes] = {};
   for (Index j = 0; j < S::kLanes && j < columns; ++j) {
     tile[j] = steps == S::kLanes ? M::load(b + j * stride) : M::load(b + j * stride, steps);
   }

@@ -209,6 +209,10 @@ struct Memory<float> : Plain<float> {};
 template <>
 struct Memory<double> : Plain<double> {};
 
+/// A vector of sums of T.
+template <typename T>
+using LanesOf = typename Memory<T>::V;
+
 /// Streaming stores are not ordered with later stores, so wait until all of them are visible.
 [[maybe_unused]] void end_of_stream() {
 #if defined(__SSE2__)

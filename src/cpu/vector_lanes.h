@@ -10,9 +10,6 @@
 namespace fusewise::cpu::FUSEWISE_ISA {
 namespace {
 
-template <typename A>
-using VectorOf = typename Memory<A>::V;
-
 /// x in every lane. Subtracts zero: the compiler can drop x - 0, but not x + 0, because -0 + 0 is
 /// not -0.
 template <typename V, typename E>
@@ -35,7 +32,7 @@ template <int kStep, typename V, int... kLane>
 /// Transposes a square of lanes by lanes values: swaps the blocks beside the diagonal, with
 /// doubling block sizes. Inlined, so that the values stay in registers.
 template <typename A, int kStep = 1>
-[[gnu::always_inline]] inline void transpose(VectorOf<A> (&v)[Memory<A>::kLanes]) {
+[[gnu::always_inline]] inline void transpose(LanesOf<A> (&v)[Memory<A>::kLanes]) {
   constexpr int kLanes = Memory<A>::kLanes;
   if constexpr (kStep < kLanes) {
     for (int i = 0; i < kLanes; ++i) {
@@ -51,7 +48,7 @@ template <typename A, int kStep = 1>
 template <typename A, typename Load, typename Store>
 [[gnu::always_inline]] inline void transpose_square(const Load& load, const Store& store) {
   constexpr int kLanes = Memory<A>::kLanes;
-  VectorOf<A> tile[kLanes];
+  LanesOf<A> tile[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) tile[i] = load(i);
   transpose<A>(tile);

@@ -8,9 +8,6 @@
 namespace fusewise::cpu::FUSEWISE_ISA {
 namespace {
 
-template <typename T>
-using LanesOf = typename Memory<T>::V;
-
 /// Calls step(i) for every vector of a row, and step(i, count) for the columns that remain.
 template <typename T, typename Step>
 void each_vector(Index columns, const Step& step) {
